@@ -1,0 +1,340 @@
+"""Train one model with several processes on one machine: mp.spawn and DistributedDataParallel.
+
+    python 01_single_node_multi_gpu.py           # CPU: 2 processes, 5 epochs
+    python 01_single_node_multi_gpu.py 50 10     # GPUs: a process each, 50 epochs, 5 checkpoints
+
+You will see each process say who it is, DDP's gradient checked against that of one process on the
+same images, the training, and a check that all ranks end with the same weights:
+
+    [rank 1/2] pid 4243, cpu, gloo
+    [rank 0/2] pid 4242, cpu, gloo
+    [rank 0/2] data: 8192 + 2048 generated images (download_mnist.py fetches MNIST)
+    [rank 0/2] batch size 64: 2 ranks x 32 images
+    [rank 0/2] first batch: one process's gradient on all 64 images, against
+    [rank 0/2]   a rank's own gradient: off by up to 7.9e-01 of the largest entry
+    [rank 0/2]   the one DDP leaves on each rank: off by up to 5.3e-07
+    [rank 0/2] epoch  1/5 | loss 1.5993 | accuracy 0.9253 |   6231 images/s
+    ...
+    [rank 0/2] replicas identical on 2 ranks: max |difference| 0
+
+New here, if you have trained on one GPU: rank and world size, the process group, DDP,
+DistributedSampler, and who may write a file. Next: 02_torchrun_elastic.py, which survives a crash.
+"""
+
+import argparse
+import copy
+import gc
+import os
+import sys
+import tempfile
+import time
+import zipfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+SEED = 0
+
+
+class Digits(TensorDataset):
+    """The whole set as two tensors: images, uint8 (N, 28, 28), and labels, int64 (N,)."""
+
+    def __getitems__(self, indices):
+        # DataLoader calls this once a batch. Without it, it would call __getitem__ for every single
+        # image, and a small model would spend its time waiting for that.
+        return self[indices]
+
+
+def load_data(data_dir):
+    """Return (training set, test set, where they come from): MNIST, else a generated stand-in."""
+    if not os.path.isdir(os.path.join(data_dir, "MNIST")):
+        return *generate_data(), "generated images (download_mnist.py fetches MNIST)"
+    from torchvision.datasets import MNIST  # here, as it takes a second or more
+
+    try:
+        train, test = MNIST(data_dir, train=True), MNIST(data_dir, train=False)
+    except Exception as error:  # each kind of damage raises a type of its own
+        stop(f"MNIST in {data_dir} does not load ({type(error).__name__}): fetch it again with"
+             f" python download_mnist.py --data-dir {data_dir}", status=1)
+    return Digits(train.data, train.targets), Digits(test.data, test.targets), "images of MNIST"
+
+
+def generate_data(train=8192, test=2048):
+    """Return (training set, test set) shaped like MNIST: ten patterns, shifted, with noise."""
+    # Seeded here, so that all ranks make the same set. If each rank made its own, their shards
+    # would not be parts of one set any more, and no error would tell.
+    generator = torch.Generator().manual_seed(SEED)
+    patterns = interpolate(torch.rand(10, 1, 8, 8, generator=generator), 34, mode="bilinear")
+    windows = patterns[:, 0].unfold(1, 28, 1).unfold(2, 28, 1)  # (10, 7, 7, 28, 28): all shifts
+    labels = torch.randint(10, (train + test,), generator=generator)
+    rows, columns = torch.randint(7, (2, train + test), generator=generator)
+    noise = torch.rand(train + test, 28, 28, generator=generator)
+    images = (100 * windows[labels, rows, columns] + 155 * noise).byte()
+    return Digits(images[:train], labels[:train]), Digits(images[train:], labels[train:])
+
+
+class Net(nn.Module):
+    """A small CNN: images, uint8 (N, 28, 28), to logits, float32 (N, 10)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(800, 10))
+
+    def forward(self, images):
+        return self.layers(images.unsqueeze(1).float() / 255)
+
+
+def check_gradients(model, images, labels):
+    """The idea of DDP: every rank has its own images, and all get the gradient of the whole batch.
+
+    model: the DDP wrapper; images (n, 28, 28), labels (n,): this rank's share of one batch. Raises
+    RuntimeError if DDP's gradient is not what one process computes from the images of all ranks, to
+    1e-5 of its largest entry; rounding stays well below that.
+    """
+    if (world_size := dist.get_world_size()) == 1:
+        log("one rank: DDP has nothing to average")
+        return
+    # On a GPU convolutions round to TF32 (10 bits) unless told not to: too coarse for this check.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    alone = copy.deepcopy(model.module)  # the same weights without DDP: nothing is averaged here
+
+    def gradient(images, labels):
+        loss = cross_entropy(alone(images), labels)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, alone.parameters())])
+
+    def of_all_ranks(tensor):
+        tensors = tensor.new_empty(world_size * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(tensors, tensor)
+        return tensors
+
+    expected = gradient(of_all_ranks(images), of_all_ranks(labels))
+    own = gradient(images, labels)
+    cross_entropy(model(images), labels).backward()  # in here DDP averages over the ranks
+    averaged = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+
+    off = torch.stack([own - expected, averaged - expected]).abs().amax(dim=1)
+    off /= expected.abs().max()
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)  # of all ranks, the one that is furthest off
+    log(f"first batch: one process's gradient on all {world_size * len(images)} images, against")
+    log(f"  a rank's own gradient: off by up to {off[0]:.1e} of the largest entry")
+    log(f"  the one DDP leaves on each rank: off by up to {off[1]:.1e}")
+    if not off[1] < 1e-5:  # not ">= 1e-5": nan must fail too
+        raise RuntimeError(f"DDP's gradient is off by {off[1]:.1e}")
+
+
+def check_replicas(model):
+    """Raise RuntimeError unless every rank holds the same weights, bit for bit."""
+    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
+    from_rank0 = weights.clone()
+    dist.broadcast(from_rank0, src=0)
+    difference = (weights - from_rank0).abs().max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    if difference != 0:
+        raise RuntimeError(f"the replicas differ: max |difference| {difference:.1e}")
+    if dist.get_world_size() == 1:
+        log("one rank: no other replica to compare with")
+    else:
+        log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| 0")
+
+
+def worker(rank, world_size, port, args):
+    """One process of the job, started by mp.spawn, which puts the process's number, rank, first."""
+    device, backend = pick_device(rank)
+    share_cores(world_size)
+    # The processes find each other in a store that the parent keeps at this port. The call returns
+    # when all world_size ranks have made it; if one never does, the others give up after the
+    # timeout. It holds for every later exchange too; the default is 10 to 30 minutes of silence.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                            timeout=timedelta(minutes=2))
+    train(device, args)
+    # DDP sits in a reference cycle that keeps the process group's threads alive. Left to the end of
+    # the interpreter, they abort one run in ten with its work all done ("terminate called without
+    # an active exception"). So: train in a function, collect what it leaves, then destroy. Not in a
+    # "finally": after an error on one rank, NCCL would wait here for ranks that never come.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def train(device, args):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    log(f"pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
+    train_set, test_set, source = load_data(args.data_dir)
+    share = args.batch_size // world_size
+    log(f"data: {len(train_set)} + {len(test_set)} {source}")
+    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+
+    # Rank r draws the items r, r + world_size, ... of one shuffled list. drop_last, twice: all
+    # ranks take the same number of equal steps. With a step more than the others, a rank would wait
+    # for an all-reduce that nobody joins; with unequal steps, the mean over ranks would be skewed.
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=tuple)
+
+    torch.manual_seed(SEED + rank)  # other weights on every rank, on purpose: DDP mends that
+    # Move, then wrap: DDP makes its buffers for gradients on the device where it finds the model.
+    # Its first act is to broadcast rank 0's weights, so that all ranks start from the same point.
+    # After that it exchanges gradients only: same start and same steps keep the replicas the same.
+    # gradient_as_bucket_view: no second copy of the gradients for the exchange.
+    model = DDP(Net().to(device), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    check_gradients(model, *(tensor.to(device) for tensor in next(iter(loader))))
+
+    for epoch in range(1, args.total_epochs + 1):
+        sampler.set_epoch(epoch)  # without it, every epoch repeats the order of the first
+        loss, speed = train_epoch(model, loader, optimizer, device)
+        accuracy = evaluate(model, test_set, device)
+        log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
+            f" | {speed:6.0f} images/s")
+        if epoch % args.save_every == 0 or epoch == args.total_epochs:
+            # The replicas are the same, so one writes; if all did, into each other's file. And no
+            # collective under this "if": rank 0 would wait there for ranks that never come.
+            if rank == 0:
+                save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
+            log(f"checkpoint of epoch {epoch} in {args.checkpoint_path}")
+    check_replicas(model)
+
+
+def train_epoch(model, batches, optimizer, device):
+    """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
+    start, images_seen = time.perf_counter(), 0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    # A bar on rank 0 alone (disable=None: and there on a terminal alone, not in a log file).
+    for images, labels in tqdm(batches, leave=False, disable=dist.get_rank() > 0 or None):
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        # Here the ranks meet: whenever a bucket of gradients is full, DDP all-reduces it to the
+        # mean over the ranks, while backward goes on with the layers below.
+        loss.backward()
+        optimizer.step()  # no exchange here: every rank takes the same step from the same gradient
+        loss_sum += loss.detach() * len(labels)  # loss.item() would make the GPU wait every step
+        images_seen += len(labels)
+    dist.all_reduce(loss_sum)
+    images_seen *= dist.get_world_size()
+    return loss_sum.item() / images_seen, images_seen / (time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def evaluate(model, test_set, device):
+    """Return the accuracy on the test set, each image counted once over all ranks."""
+    # DistributedSampler would count some images twice, to give every rank as many. Here the shares
+    # may differ by one, so no rank may wait for another: model.module is the model without DDP.
+    share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in (test_set[indices] for indices in share.split(1000)):
+        answers = model.module(images.to(device)).argmax(dim=1)
+        correct += (answers == labels.to(device)).sum()
+    # Sum, then divide: the mean of the ranks' means is wrong when their shares differ.
+    dist.all_reduce(correct)
+    return correct.item() / len(test_set)
+
+
+def save(state, path):
+    """Write state to path, so that path holds the old file or the whole new one at any moment."""
+    temporary = f"{path}.tmp"  # in the same folder: a move to another file system is a copy
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        stop(f"cannot write {path}, which is left as it was: {error}", status=1)
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    # Without this line every process would also open a context on GPU 0 and take memory there.
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def share_cores(local_world_size):
+    """Divide the cores among this machine's processes: by default each takes all, or just one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line and no traceback: for what the caller can mend."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # torchrun ends all ranks once one has failed: let the speaker be it
+    else:
+        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def check_path(path):
+    """Stop unless path can be written, and holds nothing yet or a whole file of torch.save."""
+    folder = os.path.dirname(path) or "."
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        stop(f"cannot write in the folder {folder} ({error.strerror}): choose another path")
+    if os.path.exists(path) and not zipfile.is_zipfile(path):  # torch.save makes zip archives
+        stop(f"{path} is there, but is no file of torch.save, or not a whole one:"
+             " move it away or choose another path")
+
+
+def main():
+    args = parse_args()
+    gpus = torch.cuda.device_count()
+    world_size = args.nprocs or gpus or 2
+    if 0 < gpus < world_size:
+        stop(f"{world_size} processes want a GPU each and there are {gpus}: use --nprocs {gpus}")
+    images = len(load_data(args.data_dir)[0])  # a damaged set ends the run here, in one line
+    if not world_size <= args.batch_size <= images:
+        stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
+             f" (an image for each rank) to {images} (the training set)")
+    check_path(args.checkpoint_path)
+    # Port 0: the system picks a free one. A fixed port meets the next job on this machine; a free
+    # one that was looked up beforehand may be taken when it is needed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        # Every child imports this file anew, hence the "if __name__" at its end. When one fails,
+        # spawn ends the others and raises here, with the child's traceback.
+        mp.spawn(worker, args=(world_size, store.port, args), nprocs=world_size)
+    except mp.ProcessExitedException as error:  # a child that was killed leaves no traceback
+        stop(f"{error}; the others were ended. Out of memory?", status=1)
+
+
+def parse_args():
+    def number(text):
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, not {text!r}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop  # one line instead of the usage
+    parser.add_argument("total_epochs", type=number, nargs="?", default=5, help="default: 5")
+    parser.add_argument("save_every", type=number, nargs="?", default=1, help="default: 1")
+    parser.add_argument("--batch-size", type=number, default=64, help="images a step, all ranks")
+    parser.add_argument("--nprocs", type=number, help="default: one a GPU, or 2 on a CPU")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--checkpoint-path", default="checkpoint.pt")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Two ways to run a script of this collection: as a reader does, and fast.
+
+run: any command, in a session of its own, with a look at what it leaves behind.
+fork, fork_ranks: the script in fresh processes, forked from a server that has torch loaded, so that
+a run costs a tenth of a second. fork_ranks plays torchrun: its environment, one store for all
+attempts, another attempt when a rank has failed. These processes skip the end of the interpreter:
+what goes wrong there shows with run alone.
+"""
+
+import multiprocessing
+import os
+import pathlib
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+import torch.distributed as dist
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torchvision.datasets", "support"])
+
+
+@dataclass
+class Result:
+    """What a run printed, stdout and stderr together, and how it ended."""
+
+    output: str
+    status: int  # of the command; of the first process that failed, where there are ranks
+    attempts: int = 1
+
+    def lines(self, rank=None):
+        """The lines of the script, without "[rank r/W] "; those of one rank if it is given."""
+        found = re.findall(r"^\[rank (\d+)/\d+\] (.*)$", self.output, re.MULTILINE)
+        return [text for r, text in found if rank is None or int(r) == rank]
+
+    def epochs(self):
+        """{epoch: (loss, accuracy)} as rank 0 reported them, the last report of an epoch."""
+        pattern = r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+) \| +\d+ images/s$"
+        found = [re.match(pattern, line) for line in self.lines(0)]
+        return {int(m[1]): (float(m[2]), float(m[3])) for m in found if m}
+
+    def error(self):
+        """The one line "SCRIPT: error: ...", without what torchrun has to add; fails if not one."""
+        found = [line for line in self.output.splitlines() if re.match(r"\w+\.py: error: ", line)]
+        assert len(found) == 1, self.output
+        return found[0].partition("error: ")[2]
+
+
+def run(*command, cwd, timeout=120, env=None):
+    """Run a command to its end in a session of its own; nothing of it may be left behind."""
+    process = start(*command, cwd=cwd, env=env)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        left = session(process.pid)
+        assert not left, f"left behind: {left}\n{output}"
+        return Result(output, process.returncode)
+    finally:
+        end_session(process.pid)
+
+
+def start(*command, cwd, env=None):
+    """Start a command in a session of its own; return its Popen, with all output in one pipe."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def session(leader):
+    """The living processes of a session, by its leader's process id: {pid: command line}."""
+    found = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue  # it has just ended
+        if int(fields[3]) == leader and fields[0] != "Z" and int(folder.name) != leader:
+            found[int(folder.name)] = command
+    return found
+
+
+def end_session(leader):
+    """Kill what is left of a session, by process ids."""
+    for pid in [*session(leader), leader]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def run_script(script, arguments, environment, folder, output, before=None):
+    """In a forked process: run a script as python SCRIPT ARGUMENTS does, after calling before()."""
+    with open(output, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = [str(script), *map(str, arguments)]
+    try:
+        if before:
+            before()
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def fork(script, *arguments, cwd, timeout=60, before=None, env=None):
+    """Run ROOT/script in one process forked from the server."""
+    return _fork(script, arguments, [env or {}], cwd, timeout, before)
+
+
+def fork_ranks(script, *arguments, cwd, world_size=2, max_restarts=0, timeout=120, before=None):
+    """Run ROOT/script in world_size forked processes, as torchrun --standalone would."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output, status = "", None
+    for attempt in range(max_restarts + 1):
+        environments = [
+            {
+                "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "3",
+            }
+            for rank in range(world_size)
+        ]  # fmt: skip
+        result = _fork(script, arguments, environments, cwd, timeout, before)
+        output, status = output + result.output, result.status
+        if status == 0:
+            break
+    return Result(output, status, attempts=attempt + 1)
+
+
+def _fork(script, arguments, environments, cwd, timeout, before):
+    """One process for each of the environments; when one fails, the others get SIGTERM."""
+    script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script
+    with tempfile.NamedTemporaryFile() as output:
+        processes = [
+            forkserver.Process(
+                target=run_script, args=(script, arguments, env, str(cwd), output.name, before))
+            for env in environments
+        ]
+        for process in processes:
+            process.start()
+        deadline, status = time.monotonic() + timeout, 0
+        try:
+            while status == 0 and (alive := [p.sentinel for p in processes if p.is_alive()]):
+                assert wait(alive, deadline - time.monotonic()), (
+                    f"no end after {timeout} s:\n{pathlib.Path(output.name).read_text()}")
+                status = next((p.exitcode for p in processes if p.exitcode), 0)
+            status = status or next((p.exitcode for p in processes if p.exitcode), 0)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join(10)
+                process.kill()
+                process.join()
+        return Result(pathlib.Path(output.name).read_text(), status)

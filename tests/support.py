@@ -7,6 +7,7 @@ attempts, another attempt when a rank has failed. These processes skip the end o
 what goes wrong there shows with run alone.
 """
 
+import argparse
 import multiprocessing
 import os
 import pathlib
@@ -45,9 +46,14 @@ class Result:
 
     def epochs(self):
         """{epoch: (loss, accuracy)} as rank 0 reported them, the last report of an epoch."""
-        pattern = r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+) \| +\d+ images/s$"
+        pattern = r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+) \| +\d+ images/s( \||$)"
         found = [re.match(pattern, line) for line in self.lines(0)]
         return {int(m[1]): (float(m[2]), float(m[3])) for m in found if m}
+
+    def saved(self):
+        """The epochs after which rank 0 reported that it had saved, in order."""
+        found = [re.match(r"epoch +(\d+)/.* \| saved in \S+$", line) for line in self.lines(0)]
+        return [int(m[1]) for m in found if m]
 
     def error(self):
         """The one line "SCRIPT: error: ...", without what torchrun has to add; fails if not one."""
@@ -61,8 +67,7 @@ def run(*command, cwd, timeout=120, env=None):
     process = start(*command, cwd=cwd, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
-        left = session(process.pid)
-        assert not left, f"left behind: {left}\n{output}"
+        assert_nothing_left(process.pid)
         return Result(output, process.returncode)
     finally:
         end_session(process.pid)
@@ -96,6 +101,14 @@ def session(leader):
     return found
 
 
+def assert_nothing_left(leader, patience=10):
+    """Fails if a process outlives the leader of its session by more than some seconds."""
+    deadline = time.monotonic() + patience
+    while left := session(leader):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
 def end_session(leader):
     """Kill what is left of a session, by process ids."""
     for pid in [*session(leader), leader]:
@@ -105,7 +118,7 @@ def end_session(leader):
             pass
 
 
-def run_script(script, arguments, environment, folder, output, before=None):
+def run_script(script, arguments, environment, folder, output, before=None, worker=None):
     """In a forked process: run a script as python SCRIPT ARGUMENTS does, after calling before()."""
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
@@ -116,7 +129,10 @@ def run_script(script, arguments, environment, folder, output, before=None):
     try:
         if before:
             before()
-        runpy.run_path(str(script), run_name="__main__")
+        if worker is None:
+            runpy.run_path(str(script), run_name="__main__")
+        else:  # call the script's function of that name instead, as mp.spawn does
+            runpy.run_path(str(script))["worker"](*worker)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -125,6 +141,14 @@ def run_script(script, arguments, environment, folder, output, before=None):
 def fork(script, *arguments, cwd, timeout=60, before=None, env=None):
     """Run ROOT/script in one process forked from the server."""
     return _fork(script, arguments, [env or {}], cwd, timeout, before)
+
+
+def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
+    """Call worker(rank, world_size, port, args) of a script in forked processes, like mp.spawn."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    args = argparse.Namespace(**args)
+    workers = [(rank, world_size, store.port, args) for rank in range(world_size)]
+    return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
 
 
 def fork_ranks(script, *arguments, cwd, world_size=2, max_restarts=0, timeout=120, before=None):
@@ -149,14 +173,16 @@ def fork_ranks(script, *arguments, cwd, world_size=2, max_restarts=0, timeout=12
     return Result(output, status, attempts=attempt + 1)
 
 
-def _fork(script, arguments, environments, cwd, timeout, before):
+def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
     """One process for each of the environments; when one fails, the others get SIGTERM."""
     script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script
     with tempfile.NamedTemporaryFile() as output:
         processes = [
             forkserver.Process(
-                target=run_script, args=(script, arguments, env, str(cwd), output.name, before))
-            for env in environments
+                target=run_script,
+                args=(script, arguments, env, str(cwd), output.name, before, worker),
+            )
+            for env, worker in zip(environments, workers or [None] * len(environments), strict=True)
         ]
         for process in processes:
             process.start()

@@ -1,0 +1,178 @@
+"""01_single_node_multi_gpu.py: real launches, and bad calls, which end before any child starts."""
+
+import os
+import re
+import resource
+import signal
+
+import pytest
+import torch
+from support import (
+    PYTHON,
+    ROOT,
+    assert_nothing_left,
+    end_session,
+    fork,
+    fork_workers,
+    run,
+    start,
+)
+
+SCRIPT = "01_single_node_multi_gpu.py"
+
+
+def variant(tmp_path, old, new):
+    """A copy of the script with one line changed, to see it fail."""
+    text = (ROOT / SCRIPT).read_text()
+    assert text.count(old) == 1
+    copy = tmp_path / SCRIPT
+    copy.write_text(text.replace(old, new))
+    return copy
+
+
+def test_two_ranks_train_and_prove_it(tmp_path):
+    result = run(PYTHON, ROOT / SCRIPT, 3, 2, cwd=tmp_path)
+    assert result.status == 0, result.output
+    for rank in (0, 1):
+        assert [line for line in result.lines(rank) if line.startswith("pid ")], result.output
+    proof = re.search(r"a rank's own gradient: off by up to (\S+) of", result.output)
+    assert float(proof[1]) > 0.01, "the ranks' own gradients must differ: it is the point"
+    proof = re.search(r"DDP leaves on each rank: off by up to (\S+)$", result.output, re.MULTILINE)
+    assert float(proof[1]) < 1e-5
+    epochs = result.epochs()
+    assert list(epochs) == [1, 2, 3]
+    assert epochs[3][0] < epochs[1][0] / 10 and epochs[3][1] > 0.95
+    assert result.saved() == [2, 3]
+    assert result.lines(0)[-1] == "replicas identical on 2 ranks: max |difference| 0"
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["epoch"] == 3 and len(checkpoint["model"]) == 6
+
+
+def fork_job(tmp_path, mnist_dir, script=SCRIPT, world_size=2, **settings):
+    """One epoch on the small set, in processes that have torch loaded already."""
+    settings = {"total_epochs": 1, "save_every": 1, "batch_size": 64, **settings}
+    settings |= {"data_dir": str(mnist_dir), "checkpoint_path": "checkpoint.pt"}
+    return fork_workers(script, tmp_path, world_size, **settings)
+
+
+def test_one_rank_says_that_there_is_nothing_to_compare(tmp_path, mnist_dir):
+    result = fork_job(tmp_path, mnist_dir, world_size=1)
+    assert result.status == 0, result.output
+    assert "one rank: DDP has nothing to average" in result.lines(0)
+    assert result.lines(0)[-1] == "one rank: no other replica to compare with"
+
+
+def test_a_batch_that_three_ranks_do_not_divide(tmp_path, mnist_dir):
+    result = fork_job(tmp_path, mnist_dir, world_size=3)
+    assert result.status == 0, result.output
+    assert "data: 1024 + 256 images of MNIST" in result.lines(0)
+    assert "batch size 63: 3 ranks x 21 images" in result.lines(0)
+    assert result.lines(0)[-1] == "replicas identical on 3 ranks: max |difference| 0"
+
+
+def test_the_gradient_proof_can_fail(tmp_path, mnist_dir):
+    wrong = variant(
+        tmp_path,
+        "    cross_entropy(model(images), labels).backward()",
+        "    cross_entropy(model.module(images), labels).backward()",
+    )
+    result = fork_job(tmp_path, mnist_dir, script=wrong)
+    assert result.status == 1 and "RuntimeError: DDP's gradient is off by" in result.output
+
+
+def test_the_replica_proof_can_fail(tmp_path, mnist_dir):
+    line = "    check_replicas(model)\n"
+    wrong = variant(tmp_path, line, "    model.module.layers[0].bias.data[0] += rank\n" + line)
+    result = fork_job(tmp_path, mnist_dir, script=wrong)
+    assert result.status == 1 and "RuntimeError: the replicas differ" in result.output
+
+
+def test_a_failing_child_ends_the_job_with_its_traceback(tmp_path, mnist_dir):
+    line = "        accuracy = evaluate("
+    fails = variant(tmp_path, line, "        rank == 1 and 1 / 0\n" + line)
+    result = run(PYTHON, fails, 3, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 1
+    assert "ZeroDivisionError: division by zero" in result.output
+    assert "in train\n" in result.output
+    assert result.epochs() == {}
+
+
+def test_a_killed_child_ends_the_job_with_one_line(tmp_path, mnist_dir):
+    process = start(PYTHON, ROOT / SCRIPT, 1000, "--data-dir", mnist_dir, cwd=tmp_path)
+    try:
+        for line in process.stdout:
+            if match := re.match(r"\[rank 1/2\] pid (\d+)", line):
+                victim = int(match[1])
+            if re.match(r"\[rank 0/2\] epoch  1/", line):
+                os.kill(victim, signal.SIGKILL)
+                break
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "error: process 1 terminated with signal SIGKILL" in output
+        assert_nothing_left(process.pid)
+    finally:
+        end_session(process.pid)
+
+
+def limit_file_size():
+    """Files may grow to 20 KB: it stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def test_a_full_disk_ends_the_job_and_keeps_the_old_file(tmp_path, mnist_dir):
+    old = tmp_path / "checkpoint.pt"
+    torch.save({"epoch": 1}, old)
+    before = old.read_bytes()
+    result = fork_job(tmp_path, mnist_dir, world_size=1, before=limit_file_size)
+    assert result.status == 1
+    assert result.error().startswith("cannot write checkpoint.pt, which stays as it was; is the")
+    assert os.listdir(tmp_path) == ["checkpoint.pt"] and old.read_bytes() == before
+
+
+BAD_CALLS = {
+    "batch size 0": (["--batch-size", 0], "--batch-size: must be a whole number from 1 up"),
+    "batch size in words": (["--batch-size", "many"], "--batch-size: must be a whole number"),
+    "batch too small": (["--batch-size", 1], "--batch-size 1 is impossible: give a number from 2"),
+    "batch too large": (["--batch-size", 9999], "to 1024 (the training set)"),
+    "negative epochs": ([-3], "total_epochs: must be a whole number from 1 up, not '-3'"),
+    "save every 0": ([3, 0], "save_every: must be a whole number from 1 up, not '0'"),
+    "no processes": (["--nprocs", 0], "--nprocs: must be a whole number from 1 up"),
+    "unknown option": (["--epochs", 3], "unrecognized arguments: --epochs"),
+    "folder missing": (["--checkpoint-path", "no/such.pt"], "cannot write in the folder no"),
+    "folder not writable": (["--checkpoint-path", "/proc/a.pt"], "cannot write in the folder /"),
+    "a directory": (["--checkpoint-path", "."], "is a directory"),
+    "another file": (["--checkpoint-path", "notes.txt"], "notes.txt is no file of torch.save"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
+    arguments, message = BAD_CALLS[name]
+    (tmp_path / "notes.txt").write_text("keep me")
+    result = fork(SCRIPT, *arguments, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 2, result.output
+    assert message in result.error()
+    assert len(result.output.splitlines()) == 1, result.output
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "keep me"
+
+
+def pretend_one_gpu():
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+
+
+def test_more_processes_than_gpus(tmp_path):
+    result = fork(SCRIPT, "--nprocs", 2, cwd=tmp_path, before=pretend_one_gpu)
+    assert result.status == 2
+    assert result.error() == "2 processes want a GPU each and there are 1: use --nprocs 1"
+
+
+def test_a_damaged_data_set(tmp_path, own_mnist_dir):
+    file = own_mnist_dir / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:-100])
+    result = fork(SCRIPT, "--data-dir", own_mnist_dir, cwd=tmp_path)
+    assert result.status == 1
+    assert f"python download_mnist.py --data-dir {own_mnist_dir}" in result.error()
+    assert file.exists()

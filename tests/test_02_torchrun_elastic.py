@@ -1,0 +1,309 @@
+"""02_torchrun_elastic.py: resumed to the bit, snapshots that cannot be used, bad calls."""
+
+import itertools
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+from support import PYTHON, ROOT, TORCHRUN, fork, fork_ranks, run
+
+SCRIPT = "02_torchrun_elastic.py"
+
+
+def load(folder):
+    return torch.load(folder / "snapshot.pt", weights_only=True)
+
+
+def tensors(tree):
+    """All tensors in a snapshot, in order."""
+    if isinstance(tree, dict):
+        return list(itertools.chain(*(tensors(value) for value in tree.values())))
+    return [tree] if isinstance(tree, torch.Tensor) else []
+
+
+def difference(one, other):
+    """The largest |difference| between two snapshots' tensors, the optimizer's included."""
+    pairs = list(zip(tensors(one), tensors(other), strict=True))
+    assert len(pairs) == 12  # six parameters, each with its momentum
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def train(folder, *arguments, **options):
+    folder.mkdir(exist_ok=True)
+    return fork_ranks(SCRIPT, *arguments, cwd=folder, **options)
+
+
+def weights(snapshot):
+    return torch.cat([tensor.flatten() for tensor in snapshot["model"].values()])
+
+
+def digest(result):
+    return re.search(r"sha256 of the weights (\w{12}):", result.output)[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, mnist_dir, world_size):
+    arguments, job = (4, 1, "--data-dir", mnist_dir), {"world_size": world_size}
+    whole = train(tmp_path / "whole", *arguments, **job)
+    assert whole.status == 0, whole.output
+    killed = train(tmp_path / "killed", *arguments, "--crash-epoch", 3, max_restarts=3, **job)
+    assert killed.status == 0 and killed.attempts == 2, killed.output
+    assert "crash on purpose: SIGKILL in the middle of the epoch" in killed.lines(world_size - 1)
+    assert "attempt 1: resumed from snapshot.pt at epoch 3" in killed.lines(0)
+    assert killed.epochs() == whole.epochs() and len(whole.epochs()) == 4
+    assert difference(load(tmp_path / "whole"), load(tmp_path / "killed")) == 0
+    assert digest(killed) == digest(whole)
+    # Also when the job ends and is called again, by hand: two epochs, then the rest.
+    train(tmp_path / "again", 2, 1, "--data-dir", mnist_dir, **job)
+    again = train(tmp_path / "again", *arguments, **job)
+    assert list(again.epochs()) == [3, 4]
+    assert difference(load(tmp_path / "whole"), load(tmp_path / "again")) == 0
+
+
+def test_snapshots_every_so_many_epochs_and_at_the_end(tmp_path, mnist_dir):
+    result = train(tmp_path, 5, 2, "--data-dir", mnist_dir)
+    assert result.saved() == [2, 4, 5]
+    assert load(tmp_path)["next_epoch"] == 6
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+def test_a_crash_loses_the_epochs_since_the_last_snapshot_only(tmp_path, mnist_dir):
+    arguments = (4, 2, "--data-dir", mnist_dir, "--crash-epoch", 4)
+    result = train(tmp_path, *arguments, max_restarts=1)
+    assert result.status == 0, result.output
+    epochs = re.findall(r"^\[rank 0/2\] epoch +(\d)/4", result.output, re.MULTILINE)
+    assert epochs == ["1", "2", "3", "3", "4"]
+
+
+def test_a_finished_run_trains_nothing_again(tmp_path, mnist_dir):
+    first = train(tmp_path, 2, 1, "--data-dir", mnist_dir)
+    before = (tmp_path / "snapshot.pt").read_bytes()
+    for total in (2, 1):
+        result = train(tmp_path, total, 1, "--data-dir", mnist_dir)
+        assert result.status == 0, result.output
+        assert result.epochs() == {}
+        line = next(line for line in result.lines(0) if line.startswith("nothing left to train"))
+        assert line.endswith(f" 2 epochs behind it, accuracy {first.epochs()[2][1]:.4f}")
+        assert digest(result) == digest(first)
+        assert (tmp_path / "snapshot.pt").read_bytes() == before
+
+
+def test_world_sizes_agree(tmp_path):
+    """On 8,192 images: the same steps up to rounding after an epoch, one accuracy at the end."""
+    snapshots, accuracies = [], []
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        train(folder, 1, 1, world_size=world_size)
+        snapshots.append(load(folder))
+        result = train(folder, 4, 1, world_size=world_size)
+        accuracies.append(result.epochs()[4][1])
+    for other in snapshots[1:]:
+        assert 0 < (weights(snapshots[0]) - weights(other)).abs().max() < 1e-4
+    assert max(accuracies) - min(accuracies) <= 0.01
+    assert min(accuracies) > 0.95
+
+
+def test_another_world_size_goes_on_from_the_snapshot(tmp_path, mnist_dir):
+    train(tmp_path, 1, 1, "--data-dir", mnist_dir, world_size=2)
+    result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, world_size=3)
+    assert result.status == 0 and list(result.epochs()) == [2], result.output
+    assert "note: batch size was 64 before, and is 63 now" in result.lines(0)
+
+
+def test_another_data_set_is_pointed_out(tmp_path, mnist_dir):
+    train(tmp_path, 1, 1, "--data-dir", mnist_dir, world_size=1)
+    result = train(tmp_path, 2, 1, world_size=1)
+    assert result.status == 0, result.output
+    assert any(line.startswith("note: data was images of MNIST before") for line in result.lines(0))
+
+
+# ---- Snapshots that cannot be continued: refused, and left as they are ----
+
+
+class Bomb:
+    """A pickle that creates a file when it is loaded."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def truncated(path, good):
+    path.write_bytes(good[: len(good) // 2])
+
+
+def empty(path, good):
+    path.write_bytes(b"")
+
+
+def plain_pickle(path, good):
+    path.write_bytes(pickle.dumps(Bomb()))
+
+
+def pickle_in_an_archive(path, good):
+    torch.save({"format": 1, "model": Bomb()}, path)
+
+
+def flipped_byte(path, good):
+    data = bytearray(good)
+    tensor = torch.load(path, weights_only=True)["model"]["layers.5.weight"].numpy().tobytes()
+    data[good.index(tensor) + 100] ^= 1
+    path.write_bytes(data)
+    torch.load(path, weights_only=True)  # torch does not notice
+
+
+def other_model(path, good):
+    snapshot = torch.load(path, weights_only=True)
+    snapshot["model"]["layers.5.weight"] = torch.zeros(10, 400)
+    torch.save(snapshot, path)
+
+
+def later_format(path, good):
+    torch.save({**torch.load(path, weights_only=True), "format": 2}, path)
+
+
+def only_weights(path, good):
+    torch.save(torch.load(path, weights_only=True)["model"], path)
+
+
+BAD_SNAPSHOTS = {
+    truncated: "or not a whole one",
+    empty: "or not a whole one",
+    plain_pickle: "is no file of torch.save",
+    pickle_in_an_archive: "UnpicklingError",
+    flipped_byte: "wrong checksum",
+    other_model: "Error(s) in loading state_dict",
+    later_format: "format 2, and this script reads format 1",
+    only_weights: "KeyError: 'format'",
+}
+
+
+@pytest.fixture(scope="module")
+def good_snapshot(tmp_path_factory, mnist_dir):
+    folder = tmp_path_factory.mktemp("good")
+    train(folder, 1, 1, "--data-dir", mnist_dir, world_size=1)
+    return folder / "snapshot.pt"
+
+
+@pytest.mark.parametrize("spoil", BAD_SNAPSHOTS, ids=lambda function: function.__name__)
+def test_a_snapshot_that_cannot_be_continued_is_refused(
+    tmp_path, mnist_dir, good_snapshot, spoil
+):
+    path = tmp_path / "snapshot.pt"
+    shutil.copy(good_snapshot, path)
+    spoil(path, path.read_bytes())
+    before = path.read_bytes()
+    result = train(tmp_path, 2, 1, "--data-dir", mnist_dir)
+    assert result.status in (1, 2), result.output
+    assert "snapshot.pt" in result.error() and BAD_SNAPSHOTS[spoil] in result.error()
+    assert "move it" in result.error()
+    assert "Traceback" not in result.output
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["snapshot.pt"], "code in the pickle was executed"
+
+
+# ---- Bad calls ----
+
+BAD_CALLS = {
+    "batch size 0": (["--batch-size", 0], "--batch-size: must be a whole number from 1 up"),
+    "batch too small": (["--batch-size", 1], "--batch-size 1 is impossible: give a number from 2"),
+    "batch too large": (["--batch-size", 1025], "to 1024 (the training set)"),
+    "negative epochs": ([-3], "total_epochs: must be a whole number from 1 up, not '-3'"),
+    "save every 0": ([3, 0], "save_every: must be a whole number from 1 up, not '0'"),
+    "crash epoch 0": (["--crash-epoch", 0], "--crash-epoch: must be a whole number from 1 up"),
+    "folder missing": (["--snapshot-path", "no/such.pt"], "cannot write in the folder no"),
+    "folder not writable": (["--snapshot-path", "/proc/a.pt"], "cannot write in the folder /"),
+    "a directory": (["--snapshot-path", "."], ". is a directory: give the path of a file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
+    arguments, message = BAD_CALLS[name]
+    result = train(tmp_path, *arguments, "--data-dir", mnist_dir)
+    assert result.status == 2, result.output
+    assert message in result.error()
+    assert len(result.output.splitlines()) == 1, result.output
+    assert os.listdir(tmp_path) == []
+
+
+def test_started_without_torchrun(tmp_path):
+    result = fork(SCRIPT, cwd=tmp_path)
+    assert result.status == 2
+    assert "torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py" in result.error()
+
+
+def pretend_one_gpu():
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+
+
+def test_more_processes_than_gpus(tmp_path):
+    result = train(tmp_path, before=pretend_one_gpu)
+    assert result.status == 2
+    assert "2 processes want a GPU each and there are 1: use --nproc-per-node=gpu" in result.error()
+
+
+def limit_file_size():
+    """Files may grow to 20 KB: it stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, good_snapshot):
+    path = tmp_path / "snapshot.pt"
+    shutil.copy(good_snapshot, path)
+    arguments = (2, 1, "--data-dir", mnist_dir)
+    result = train(tmp_path, *arguments, world_size=1, before=limit_file_size)
+    assert result.status == 1
+    assert "cannot write snapshot.pt, which stays as it was" in result.error()
+    assert path.read_bytes() == good_snapshot.read_bytes()
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+# ---- Real launches ----
+
+
+def test_torchrun_restarts_a_killed_rank(tmp_path):
+    arguments = (ROOT / SCRIPT, 3, 1, "--crash-epoch", 2)
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3")
+    result = run(*torchrun, *arguments, cwd=tmp_path)
+    assert result.status == 0, result.output
+    assert "attempt 1: resumed from snapshot.pt at epoch 2" in result.lines(0)
+    assert "attempt 2" not in result.output
+    assert list(result.epochs()) == [1, 2, 3] and result.epochs()[3][1] > 0.95
+    assert result.lines(0)[-2] == "replicas identical on 2 ranks: max |difference| 0"
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+    whole = train(tmp_path / "whole", 3, 1)
+    assert difference(load(tmp_path), load(tmp_path / "whole")) == 0
+    assert digest(result) == digest(whole)
+
+
+def test_without_restarts_the_next_call_resumes(tmp_path, mnist_dir):
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, 3, 1)
+    crash = run(*torchrun, "--data-dir", mnist_dir, "--crash-epoch", 2, cwd=tmp_path)
+    assert crash.status == 1 and "Signal 9 (SIGKILL)" in crash.output
+    result = train(tmp_path, 3, 1, "--data-dir", mnist_dir)
+    assert list(result.epochs()) == [2, 3]
+
+
+def test_torch_distributed_launch_works_too(tmp_path, mnist_dir):
+    launch = (PYTHON, "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node=2")
+    result = run(*launch, ROOT / SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 0, result.output
+    assert list(result.epochs()) == [1]
+
+
+def test_the_workers_own_traceback_is_reported(tmp_path, mnist_dir):
+    line = "        accuracy = evaluate("
+    text = (ROOT / SCRIPT).read_text()
+    assert text.count(line) == 1
+    (tmp_path / SCRIPT).write_text(text.replace(line, "        rank == 1 and 1 / 0\n" + line))
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
+    result = run(*torchrun, SCRIPT, 1, 1, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 1
+    report = result.output.partition("Root Cause")[2]
+    assert "ZeroDivisionError: division by zero" in report and ", in train" in report

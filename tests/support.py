@@ -186,13 +186,16 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
         ]
         for process in processes:
             process.start()
-        deadline, status = time.monotonic() + timeout, 0
+        deadline = time.monotonic() + timeout
         try:
-            while status == 0 and (alive := [p.sentinel for p in processes if p.is_alive()]):
-                assert wait(alive, deadline - time.monotonic()), (
-                    f"no end after {timeout} s:\n{pathlib.Path(output.name).read_text()}")
-                status = next((p.exitcode for p in processes if p.exitcode), 0)
-            status = status or next((p.exitcode for p in processes if p.exitcode), 0)
+            while True:
+                alive = [process.sentinel for process in processes if process.is_alive()]
+                status = next((process.exitcode for process in processes if process.exitcode), 0)
+                if status or not alive:
+                    break
+                assert wait(alive, max(0, deadline - time.monotonic())), (
+                    f"no end after {timeout} s:\n{pathlib.Path(output.name).read_text()}"
+                )
         finally:
             for process in processes:
                 process.terminate()

@@ -98,6 +98,7 @@ def test_a_failing_child_ends_the_job_with_its_traceback(tmp_path, mnist_dir):
     assert result.epochs() == {}
 
 
+@pytest.mark.long
 def test_a_killed_child_ends_the_job_with_one_line(tmp_path, mnist_dir):
     process = start(PYTHON, ROOT / SCRIPT, 1000, "--data-dir", mnist_dir, cwd=tmp_path)
     try:

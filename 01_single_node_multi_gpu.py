@@ -3,22 +3,26 @@
     python 01_single_node_multi_gpu.py           # CPU: 2 processes, 5 epochs
     python 01_single_node_multi_gpu.py 50 10     # GPUs: a process each, 50 epochs, 5 checkpoints
 
-You will see each process say who it is, DDP's gradient checked against that of one process on the
-same images, the training, and a check that all ranks end with the same weights:
+You will see each process say who it is, the gradient of DistributedDataParallel (DDP) checked
+against that of one process on the same images, the training, and that all end with equal weights:
 
     [rank 1/2] pid 4243, cpu, gloo
     [rank 0/2] pid 4242, cpu, gloo
     [rank 0/2] data: 8192 + 2048 generated images (download_mnist.py fetches MNIST)
     [rank 0/2] batch size 64: 2 ranks x 32 images
     [rank 0/2] first batch: one process's gradient on all 64 images, against
-    [rank 0/2]   a rank's own gradient: off by up to 8.8e-01 of the largest entry
-    [rank 0/2]   the one DDP leaves on each rank: off by up to 3.0e-07
+    [rank 0/2]   a rank's own gradient: off by 8.8e-01 of the largest entry
+    [rank 0/2]   the one DDP leaves on each rank: off by 3.0e-07
     [rank 0/2] epoch  1/5 | loss 1.3184 | accuracy 0.9194 |   7610 images/s | saved in checkpoint.pt
     ...
     [rank 0/2] replicas identical on 2 ranks: max |difference| 0
 
-New here, if you have trained on one GPU: rank and world size, the process group, DDP,
-DistributedSampler, and who may write a file. Next: 02_torchrun_elastic.py, which survives a crash.
+New here, if you have trained on one GPU. Rank: a process's number, from 0 to world size - 1.
+Process group: the processes that talk to each other, through a backend: NCCL between GPUs, Gloo
+between CPUs. Collective: a call that every rank of the group must make; broadcast: all get one
+rank's tensor; all-reduce: all get the sum (mean, maximum) of everybody's. Replica: a rank's copy of
+the model. With a single GPU, put CUDA_VISIBLE_DEVICES= in front and watch two processes on the CPU.
+Next: 02_torchrun_elastic.py, which survives a crash.
 """
 
 import argparse
@@ -42,6 +46,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 SEED = 0
+TIMEOUT = timedelta(minutes=2)
 
 
 class Digits(TensorDataset):
@@ -69,8 +74,8 @@ def load_data(data_dir):
 
 def generate_data(train=8192, test=2048):
     """Return (training set, test set) shaped like MNIST: ten patterns, shifted, with noise."""
-    # Seeded here, so that all ranks make the same set. If each rank made its own, their shards
-    # would not be parts of one set any more, and no error would tell.
+    # Seeded here, so that all ranks make the same set. If each rank made its own, its share would
+    # not be a part of the others' set any more, and no error would tell.
     generator = torch.Generator().manual_seed(SEED)
     patterns = interpolate(torch.rand(10, 1, 8, 8, generator=generator), 34, mode="bilinear") > 0.5
     windows = patterns[:, 0].unfold(1, 28, 1).unfold(2, 28, 1)  # (10, 7, 7, 28, 28): all shifts
@@ -106,8 +111,6 @@ def check_gradients(model, images, labels):
     if (world_size := dist.get_world_size()) == 1:
         log("one rank: DDP has nothing to average")
         return
-    # On a GPU convolutions round to TF32 (10 bits) unless told not to: too coarse for this check.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
     alone = copy.deepcopy(model.module)  # the same weights without DDP: nothing is averaged here
 
     def gradient(images, labels):
@@ -126,12 +129,12 @@ def check_gradients(model, images, labels):
     model.zero_grad()
 
     off = torch.stack([own - expected, averaged - expected]).abs().amax(dim=1)
-    off /= expected.abs().max()
-    dist.all_reduce(off, op=dist.ReduceOp.MAX)  # of all ranks, the one that is furthest off
+    off = (off / expected.abs().max()).nan_to_num(nan=torch.inf)  # a maximum may lose a nan
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)
     log(f"first batch: one process's gradient on all {world_size * len(images)} images, against")
-    log(f"  a rank's own gradient: off by up to {off[0]:.1e} of the largest entry")
-    log(f"  the one DDP leaves on each rank: off by up to {off[1]:.1e}")
-    if not off[1] < 1e-5:  # not ">= 1e-5": nan must fail too
+    log(f"  a rank's own gradient: off by {off[0]:.1e} of the largest entry")
+    log(f"  the one DDP leaves on each rank: off by {off[1]:.1e}")
+    if off[1] >= 1e-5:
         raise RuntimeError(f"DDP's gradient is off by {off[1]:.1e}")
 
 
@@ -140,10 +143,10 @@ def check_replicas(model):
     weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
     from_rank0 = weights.clone()
     dist.broadcast(from_rank0, src=0)
-    difference = (weights - from_rank0).abs().max()
+    difference = (weights - from_rank0).abs().max().nan_to_num(nan=torch.inf)
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     if difference != 0:
-        raise RuntimeError(f"the replicas differ: max |difference| {difference:.1e}")
+        raise RuntimeError(f"the replicas differ (inf: or hold nan) by up to {difference:.1e}")
     if dist.get_world_size() == 1:
         log("one rank: no other replica to compare with")
     else:
@@ -154,12 +157,13 @@ def worker(rank, world_size, port, args):
     """One process of the job, started by mp.spawn, which puts the process's number, rank, first."""
     device, backend = pick_device(rank)
     share_cores(world_size)
-    # The processes find each other in a store that the parent keeps at this port. The call returns
-    # when all world_size ranks have made it; if one never does, the others give up after the
-    # timeout. It holds for every later exchange too; the default is 10 to 30 minutes of silence.
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                            timeout=timedelta(minutes=2))
+    # The ranks find each other in a store, a small server for keys and values, which the parent
+    # keeps at this port: each leaves its address there and waits until all world_size have (NCCL
+    # puts that off to the first collective). If one never comes, the others give up after the
+    # timeout. It holds for every collective; the default is 10 to 30 minutes of silence.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     train(device, args)
     # DDP sits in a reference cycle that keeps the process group's threads alive. Left to the end of
     # the interpreter, they abort one run in ten with its work all done ("terminate called without
@@ -177,17 +181,19 @@ def train(device, args):
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
 
-    # Rank r draws the items r, r + world_size, ... of one shuffled list. drop_last, twice: all
-    # ranks take the same number of equal steps. With a step more than the others, a rank would wait
-    # for an all-reduce that nobody joins; with unequal steps, the mean over ranks would be skewed.
+    # Rank r draws the items r, r + world_size, ... of one shuffled list, as many as every other
+    # rank: with a batch more than the others it would wait for an all-reduce that nobody joins.
+    # drop_last: otherwise the sampler repeats images to fill up, and the last batch is smaller.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    # collate_fn: a batch comes as two tensors; the default would take them for a list of samples.
     loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=tuple)
 
     torch.manual_seed(SEED + rank)  # other weights on every rank, on purpose: DDP mends that
     # Move, then wrap: DDP makes its buffers for gradients on the device where it finds the model.
     # Its first act is to broadcast rank 0's weights, so that all ranks start from the same point.
-    # After that it exchanges gradients only: same start and same steps keep the replicas the same.
-    # gradient_as_bucket_view: no second copy of the gradients for the exchange.
+    # After that it exchanges gradients (and buffers, which this model has none of): the same start
+    # and the same steps keep the replicas the same. gradient_as_bucket_view: the gradients live in
+    # the buffers they are sent from, instead of a second time beside them.
     model = DDP(Net().to(device), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     check_gradients(model, *(tensor.to(device) for tensor in next(iter(loader))))
@@ -198,7 +204,8 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         # The replicas are the same, so one writes; if all did, into each other's file. And no
-        # collective under this "if": rank 0 would wait there for ranks that never come.
+        # collective under this "if": rank 0 would wait there for ranks that never come. Save
+        # model.module: the keys of the wrapper's own state begin with "module." and fit no Net.
         if saved and rank == 0:
             save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
@@ -210,20 +217,21 @@ def train_epoch(model, batches, optimizer, device):
     """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
     start, images_seen = time.perf_counter(), 0
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    # A bar on rank 0 alone (disable=None: and there on a terminal alone, not in a log file).
+    # A progress bar on rank 0 only; disable=None hides it where the output is not a terminal.
     for images, labels in tqdm(batches, leave=False, disable=dist.get_rank() > 0 or None):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
-        # Here the ranks meet: whenever a bucket of gradients is full, DDP all-reduces it to the
-        # mean over the ranks, while backward goes on with the layers below.
+        # Here the ranks meet: whenever a bucket (some MB of gradients) is full, DDP all-reduces it
+        # to the mean, while backward goes on with the layers below. This model fits in one bucket.
         loss.backward()
         optimizer.step()  # no exchange here: every rank takes the same step from the same gradient
-        loss_sum += loss.detach() * len(labels)  # loss.item() would make the GPU wait every step
+        loss_sum += loss.detach() * len(labels)  # with loss.item() the CPU would wait for the GPU
         images_seen += len(labels)
     dist.all_reduce(loss_sum)
     images_seen *= dist.get_world_size()
-    return loss_sum.item() / images_seen, images_seen / (time.perf_counter() - start)
+    loss = loss_sum.item() / images_seen  # waits for the GPU, so that the clock counts done work
+    return loss, images_seen / (time.perf_counter() - start)
 
 
 @torch.inference_mode()
@@ -232,10 +240,12 @@ def evaluate(model, test_set, device):
     # DistributedSampler would count some images twice, to give every rank as many. Here the shares
     # may differ by one, so no rank may wait for another: model.module is the model without DDP.
     share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in (test_set[indices] for indices in share.split(1000)):
         answers = model.module(images.to(device)).argmax(dim=1)
         correct += (answers == labels.to(device)).sum()
+    model.train()
     # Sum, then divide: the mean of the ranks' means is wrong when their shares differ.
     dist.all_reduce(correct)
     return correct.item() / len(test_set)
@@ -260,13 +270,16 @@ def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
-    # Without this line every process would also open a context on GPU 0 and take memory there.
+    # Without this line every process can end up with a context, and memory, on GPU 0 as well.
     torch.cuda.set_device(local_rank)
+    # Convolutions in full float32: TF32's 10 bits are too coarse to compare runs to 1e-5.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
     return torch.device("cuda", local_rank), "nccl"
 
 
 def share_cores(local_world_size):
-    """Divide the cores among this machine's processes: by default each takes all, or just one."""
+    """Divide the cores among this machine's processes: by default each takes all, so they fight."""
+    # torchrun sets OMP_NUM_THREADS=1 against that, which leaves cores idle; this overrides it.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
 
@@ -280,15 +293,16 @@ def log(message, every_rank=False):
 
 def stop(message, status=2):
     """End this process with one line and no traceback: for what the caller can mend."""
+    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
+    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # torchrun ends all ranks once one has failed: let the speaker be it
-    else:
-        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+        time.sleep(10)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
 
 
 def check_path(path):
-    """Stop unless path can be written, and holds nothing yet or a whole file of torch.save."""
+    """Stop unless path can be written, and holds nothing yet or a whole zip archive."""
     folder = os.path.dirname(path) or "."
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -302,10 +316,13 @@ def check_path(path):
 
 def main():
     args = parse_args()
+    if "LOCAL_RANK" in os.environ:
+        stop("this script starts its processes itself: run it with python, not with torchrun")
     gpus = torch.cuda.device_count()
     world_size = args.nprocs or gpus or 2
     if 0 < gpus < world_size:
-        stop(f"{world_size} processes want a GPU each and there are {gpus}: use --nprocs {gpus}")
+        stop(f"{world_size} processes want a GPU each and there are {gpus}: use --nprocs {gpus},"
+             " or the CPU with CUDA_VISIBLE_DEVICES= in front")
     images = len(load_data(args.data_dir)[0])  # a damaged set ends the run here, in one line
     if not world_size <= args.batch_size <= images:
         stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
@@ -321,7 +338,7 @@ def main():
     except mp.ProcessExitedException as error:  # no traceback: it was killed, or has said why
         if error.signal_name is None:
             sys.exit(error.exit_code)
-        stop(f"{error}, and the others were ended. Was the machine out of memory?", status=1)
+        stop(f"{error}, the others were ended (SIGKILL: out of memory?)", status=1)
 
 
 def parse_args():
@@ -331,9 +348,9 @@ def parse_args():
         return int(text)
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop  # one line instead of the usage
-    parser.add_argument("total_epochs", type=number, nargs="?", default=5, help="default: 5")
-    parser.add_argument("save_every", type=number, nargs="?", default=1, help="default: 1")
+    parser.error = stop
+    parser.add_argument("total_epochs", type=number, nargs="?", default=5, help="5 by default")
+    parser.add_argument("save_every", type=number, nargs="?", default=1, help="1 by default")
     parser.add_argument("--batch-size", type=number, default=64, help="images a step, all ranks")
     parser.add_argument("--nprocs", type=number, help="default: one a GPU, or 2 on a CPU")
     parser.add_argument("--data-dir", default="data")

@@ -3,8 +3,10 @@
     torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py 5 1        # CPU, 2 processes
     torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10    # one a GPU
 
-TOTAL_EPOCHS, then SAVE_EVERY so many epochs a snapshot. With --crash-epoch 3 one rank is killed in
-the middle of epoch 3, and with --max-restarts all of them go on from the last snapshot:
+--standalone: on this machine only, on a free port. 5 1: TOTAL_EPOCHS, and SAVE_EVERY so many epochs
+a snapshot. With --crash-epoch 3 one rank is killed in the middle of epoch 3; torchrun then ends the
+others and starts all of them again, up to --max-restarts times (0 unless you say so), and they go
+on from the snapshot:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
@@ -14,11 +16,11 @@ the middle of epoch 3, and with --max-restarts all of them go on from the last s
     [rank 0/2] attempt 1: resumed from snapshot.pt at epoch 3
     ...
     [rank 0/2] replicas identical on 2 ranks: max |difference| 0
-    [rank 0/2] sha256 of the weights 1c9a4b4f0d21: compare it with a run that was not killed
+    [rank 0/2] sha256 of weights c20660cd6918: compare an uninterrupted run's (equal on a CPU)
 
 New here: the environment torchrun sets, snapshots, restarts. To start over, delete the snapshot.
+On a machine with one GPU, put CUDA_VISIBLE_DEVICES= in front to see two processes on the CPU.
 python -m torch.distributed.launch, torchrun's predecessor, works as well; prefer torchrun.
-Next: 03_multinode.py, on several machines.
 """
 
 import argparse
@@ -44,6 +46,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 SEED = 0
+TIMEOUT = timedelta(minutes=2)
 
 
 class Digits(TensorDataset):
@@ -71,8 +74,8 @@ def load_data(data_dir):
 
 def generate_data(train=8192, test=2048):
     """Return (training set, test set) shaped like MNIST: ten patterns, shifted, with noise."""
-    # Seeded here, so that all ranks make the same set. If each rank made its own, their shards
-    # would not be parts of one set any more, and no error would tell.
+    # Seeded here, so that all ranks make the same set. If each rank made its own, its share would
+    # not be a part of the others' set any more, and no error would tell.
     generator = torch.Generator().manual_seed(SEED)
     patterns = interpolate(torch.rand(10, 1, 8, 8, generator=generator), 34, mode="bilinear") > 0.5
     windows = patterns[:, 0].unfold(1, 28, 1).unfold(2, 28, 1)  # (10, 7, 7, 28, 28): all shifts
@@ -102,6 +105,8 @@ def resume(path, model, optimizer):
     """Load model and optimizer from the snapshot at path; return (next epoch, run it belongs to).
 
     Without a snapshot that is (1, None). One that cannot be continued ends the job, untouched.
+    Every rank reads the file: on one machine, all see the same. (DDP evens out the model, but
+    neither the optimizer nor the epoch.)
     """
     if not os.path.exists(path):
         return 1, None
@@ -129,8 +134,10 @@ def settle_buckets(model, device):
     """Run DDP once without a step, so that a resumed run adds gradients up in the same order."""
     # After its first backward DDP lays out its buckets anew, in the order in which the gradients
     # came. With three ranks or more another layout is another order of summation: without this
-    # line, the first step after a restart would be rounded differently from the uninterrupted one.
+    # call, the first step after a restart would be rounded differently from the uninterrupted one.
+    model.eval()  # these zeros must not count in a BatchNorm layer, nor draw numbers for a dropout
     model(torch.zeros(1, 28, 28, device=device)).sum().backward()
+    model.train()
     model.zero_grad()
 
 
@@ -146,14 +153,20 @@ def check_replicas(model):
     weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
     from_rank0 = weights.clone()
     dist.broadcast(from_rank0, src=0)
-    difference = (weights - from_rank0).abs().max()
+    difference = (weights - from_rank0).abs().max().nan_to_num(nan=torch.inf)
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     if difference != 0:
-        raise RuntimeError(f"the replicas differ: max |difference| {difference:.1e}")
+        raise RuntimeError(f"the replicas differ (inf: or hold nan) by up to {difference:.1e}")
     if dist.get_world_size() == 1:
         log("one rank: no other replica to compare with")
     else:
         log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| 0")
+
+
+def fingerprint(model):
+    """Return the first 12 hexadecimal digits of the sha256 of all weights."""
+    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
+    return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
 def train(device, args):
@@ -162,6 +175,9 @@ def train(device, args):
     log(f"attempt {attempt}, local rank {os.environ['LOCAL_RANK']}, pid {os.getpid()}, {device},"
         f" {dist.get_backend()}", every_rank=True)
     train_set, test_set, source = load_data(args.data_dir)
+    if not world_size <= args.batch_size <= len(train_set):
+        stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
+             f" (an image for each rank) to {len(train_set)} (the training set)")
     share = args.batch_size // world_size
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
@@ -182,8 +198,9 @@ def train(device, args):
     settle_buckets(model, device)
 
     for epoch in range(first_epoch, args.total_epochs + 1):
-        # All randomness comes from the seed, the epoch and the rank, so that a resumed run needs no
-        # generator's state to shuffle as the uninterrupted one did.
+        # The only randomness in an epoch is its shuffle, made from the seed and the epoch, so that
+        # no generator's state need be saved. For a model with dropout, also call torch.manual_seed
+        # here, with a number made from the seed, the epoch and the rank.
         sampler.set_epoch(epoch)
         crash = epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1
         batches = crash_halfway(loader) if crash else loader
@@ -201,29 +218,28 @@ def train(device, args):
         log(f"nothing left to train: {args.snapshot_path} has {first_epoch - 1} epochs behind it,"
             f" accuracy {evaluate(model, test_set, device):.4f}")
     check_replicas(model)
-    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()]).cpu()
-    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]
-    log(f"sha256 of the weights {digest}: compare it with a run that was not killed")
+    log(f"sha256 of weights {fingerprint(model)}: compare an uninterrupted run's (equal on a CPU)")
 
 
 def train_epoch(model, batches, optimizer, device):
     """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
     start, images_seen = time.perf_counter(), 0
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    # A bar on rank 0 alone (disable=None: and there on a terminal alone, not in a log file).
+    # A progress bar on rank 0 only; disable=None hides it where the output is not a terminal.
     for images, labels in tqdm(batches, leave=False, disable=dist.get_rank() > 0 or None):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
-        # Here the ranks meet: whenever a bucket of gradients is full, DDP all-reduces it to the
-        # mean over the ranks, while backward goes on with the layers below.
+        # Here the ranks meet: whenever a bucket (some MB of gradients) is full, DDP all-reduces it
+        # to the mean, while backward goes on with the layers below. This model fits in one bucket.
         loss.backward()
         optimizer.step()  # no exchange here: every rank takes the same step from the same gradient
-        loss_sum += loss.detach() * len(labels)  # loss.item() would make the GPU wait every step
+        loss_sum += loss.detach() * len(labels)  # with loss.item() the CPU would wait for the GPU
         images_seen += len(labels)
     dist.all_reduce(loss_sum)
     images_seen *= dist.get_world_size()
-    return loss_sum.item() / images_seen, images_seen / (time.perf_counter() - start)
+    loss = loss_sum.item() / images_seen  # waits for the GPU, so that the clock counts done work
+    return loss, images_seen / (time.perf_counter() - start)
 
 
 @torch.inference_mode()
@@ -232,10 +248,12 @@ def evaluate(model, test_set, device):
     # DistributedSampler would count some images twice, to give every rank as many. Here the shares
     # may differ by one, so no rank may wait for another: model.module is the model without DDP.
     share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in (test_set[indices] for indices in share.split(1000)):
         answers = model.module(images.to(device)).argmax(dim=1)
         correct += (answers == labels.to(device)).sum()
+    model.train()
     # Sum, then divide: the mean of the ranks' means is wrong when their shares differ.
     dist.all_reduce(correct)
     return correct.item() / len(test_set)
@@ -260,13 +278,16 @@ def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
-    # Without this line every process would also open a context on GPU 0 and take memory there.
+    # Without this line every process can end up with a context, and memory, on GPU 0 as well.
     torch.cuda.set_device(local_rank)
+    # Convolutions in full float32: TF32's 10 bits are too coarse to compare runs to 1e-5.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
     return torch.device("cuda", local_rank), "nccl"
 
 
 def share_cores(local_world_size):
-    """Divide the cores among this machine's processes: by default each takes all, or just one."""
+    """Divide the cores among this machine's processes: by default each takes all, so they fight."""
+    # torchrun sets OMP_NUM_THREADS=1 against that, which leaves cores idle; this overrides it.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
 
@@ -280,15 +301,16 @@ def log(message, every_rank=False):
 
 def stop(message, status=2):
     """End this process with one line and no traceback: for what the caller can mend."""
+    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
+    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # torchrun ends all ranks once one has failed: let the speaker be it
-    else:
-        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+        time.sleep(10)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
 
 
 def check_path(path):
-    """Stop unless path can be written, and holds nothing yet or a whole file of torch.save."""
+    """Stop unless path can be written, and holds nothing yet or a whole zip archive."""
     folder = os.path.dirname(path) or "."
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -303,30 +325,27 @@ def check_path(path):
 @record  # hands an exception's traceback to torchrun, whose report shows none otherwise
 def main():
     args = parse_args()
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
         stop("this script needs a launcher:"
              " torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py 5 1")
     # torchrun tells each process who it is: RANK in the job of WORLD_SIZE, LOCAL_RANK among the
     # LOCAL_WORLD_SIZE of this machine, and where they meet: MASTER_ADDR and MASTER_PORT.
-    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
-             " use --nproc-per-node=gpu")
-    images = len(load_data(args.data_dir)[0])
-    if not world_size <= args.batch_size <= images:
-        stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
-             f" (an image for each rank) to {images} (the training set)")
+             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
     check_path(args.snapshot_path)
     device, backend = pick_device(local_rank)
     share_cores(local_world_size)
-    # The agent keeps one store for all attempts. Without a prefix of its own, a restarted rank
-    # finds there the addresses that its dead predecessors left, and waits for them or is refused.
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    # torchrun keeps one store for all attempts. Without a prefix for each attempt, restarted ranks
+    # read the addresses that the dead ones left there, and are refused or wait until the timeout.
+    # (That is the cure on one machine: between machines the counts of attempts can differ.)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                            timeout=timedelta(minutes=2))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     train(device, args)
     # Collect, then destroy, and not in a "finally": 01_single_node_multi_gpu.py says why.
     gc.collect()
@@ -340,13 +359,13 @@ def parse_args():
         return int(text)
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop  # one line instead of the usage
-    parser.add_argument("total_epochs", type=number, nargs="?", default=5, help="default: 5")
-    parser.add_argument("save_every", type=number, nargs="?", default=1, help="default: 1")
+    parser.error = stop
+    parser.add_argument("total_epochs", type=number, nargs="?", default=5, help="5 by default")
+    parser.add_argument("save_every", type=number, nargs="?", default=1, help="1 by default")
     parser.add_argument("--batch-size", type=number, default=64, help="images a step, all ranks")
     parser.add_argument("--snapshot-path", default="snapshot.pt")
     parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--crash-epoch", type=number, help="kill the last rank there, once")
+    parser.add_argument("--crash-epoch", type=number, help="kill the last rank there, on attempt 0")
     # torch.distributed.launch passes this on every command line; LOCAL_RANK says the same.
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()

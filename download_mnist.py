@@ -16,6 +16,7 @@ Without the set the training scripts still run, on generated images of the same 
 """
 
 import argparse
+import errno
 import fcntl
 import gzip
 import http.client
@@ -25,7 +26,7 @@ import socket
 import sys
 import time
 
-if not sys.stderr.isatty():
+if not sys.stderr.isatty():  # before the import below, in which tqdm reads it
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars in a log file
 from torchvision.datasets import MNIST
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
@@ -63,6 +64,8 @@ def fetch(name, md5, folder, mirrors):
             download_and_extract_archive(url, download_root=folder, filename=name, md5=md5)
             return
         except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise  # the fault is not the mirror's
             print(f"  failed: {error}", flush=True)
     stop(f"no mirror has a sound {name}: check the network or give one with --mirror URL."
          " The scripts also run without MNIST, on generated images")
@@ -94,10 +97,10 @@ def main():
         print(f"{target} is damaged and is fetched again: {fault}", flush=True)
     socket.setdefaulttimeout(30)  # seconds without a byte; a silent mirror would hold us forever
     try:
-        os.makedirs(os.path.join(partial, "MNIST"), exist_ok=True)
+        os.makedirs(args.data_dir, exist_ok=True)
         # One download at a time: another call waits here, and then finds the set. The system frees
-        # the lock when the process ends, however it ends.
-        with open(os.path.join(partial, "lock"), "w") as lock:
+        # the lock when the process ends, however it ends; the empty file stays.
+        with open(os.path.join(args.data_dir, ".MNIST.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if find_fault(args.data_dir) is not None:
                 raw = os.path.join(partial, "MNIST", "raw")

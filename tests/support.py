@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import resource
 import runpy
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
+import torch
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -29,6 +31,17 @@ TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torchvision.datasets", "support"])
+
+
+def limit_file_size():
+    """Called in a child: files may grow to 20 KB, which stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def pretend_one_gpu():
+    """Called in a child: torch says that there is one GPU."""
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 
 
 @dataclass
@@ -119,7 +132,7 @@ def end_session(leader):
 
 
 def run_script(script, arguments, environment, folder, output, before=None, worker=None):
-    """In a forked process: run a script as python SCRIPT ARGUMENTS does, after calling before()."""
+    """In a forked process: call before, one function or several, then run the script."""
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -127,8 +140,8 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     os.chdir(folder)
     sys.argv = [str(script), *map(str, arguments)]
     try:
-        if before:
-            before()
+        for function in before if isinstance(before, tuple) else [before] * (before is not None):
+            function()
         if worker is None:
             runpy.run_path(str(script), run_name="__main__")
         else:  # call the script's function of that name instead, as mp.spawn does

@@ -4,7 +4,7 @@ import http.server
 import threading
 
 import pytest
-from support import ROOT, fork, forkserver, run, run_script
+from support import ROOT, fork, forkserver, limit_file_size, run_script
 
 SCRIPT = "download_mnist.py"
 NAMES = [
@@ -81,7 +81,7 @@ def download(archives, tmp_path):
 def assert_whole(root, idx_files):
     for name, data in idx_files.items():
         assert (root / "MNIST" / "raw" / name).read_bytes() == data
-    assert [path.name for path in root.iterdir()] == ["MNIST"], "something was left behind"
+    assert {path.name for path in root.iterdir()} - {".MNIST.lock"} == {"MNIST"}
 
 
 def test_fetches_the_set_and_leaves_it_alone_afterwards(download, mirrors, tmp_path, idx_files):
@@ -221,7 +221,16 @@ def test_a_folder_that_cannot_be_written(download):
     assert "cannot write" in result.error() and "--data-dir" in result.error()
 
 
-def test_a_wrong_call():
-    result = run("python", ROOT / SCRIPT, "--mirrors", cwd=ROOT)
+def test_a_full_disk_is_not_the_mirrors_fault(mirrors, tmp_path, archives):
+    mirror = mirrors()
+    before = (Checksums(archives), limit_file_size)
+    result = fork(SCRIPT, "--mirror", mirror.url, cwd=tmp_path, before=before)
+    assert result.status == 1
+    assert "cannot write to data: [Errno 27] File too large" in result.error()
+    assert not (tmp_path / "data" / "MNIST").exists()
+
+
+def test_a_wrong_call(tmp_path):
+    result = fork(SCRIPT, "--mirrors", cwd=tmp_path)
     assert result.status == 2
     assert "--mirror" in result.error()

@@ -1,0 +1,133 @@
+"""The promises of the collection as a whole: shared blocks are equal, every command shown runs."""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections import defaultdict
+
+import pytest
+from support import PYTHON, ROOT, run
+
+SCRIPTS = sorted(ROOT.glob("0*_*.py"))
+OWN = {"main", "parse_args", "worker", "train"}  # each script tells its own story there
+
+# Commands that are shown and not run as they stand, each with the reason.
+INSTALLS = "installs the packages: .ci/run runs it, in a fresh virtual environment"
+GPU = "needs a GPU; the same script runs on the CPU in these tests"
+NETWORK = "needs the network; test_download_mnist.py runs it against a mirror on this machine"
+NOT_RUN = {
+    "python 01_single_node_multi_gpu.py 50 10": GPU,
+    "torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10": GPU,
+    "python download_mnist.py": NETWORK,
+    "python download_mnist.py --data-dir /mnt/digits": NETWORK,
+    "python download_mnist.py --mirror http://localhost:8000/mnist": NETWORK,
+    "python3 -m venv .venv": INSTALLS,
+    ". .venv/bin/activate": INSTALLS,
+    "pip install -r requirements.txt": INSTALLS,
+    "pytest": "this is it; .ci/run runs it",
+    "pytest -m long": ".ci/run runs it",
+}
+MAIN_JOB = (
+    "torchrun --standalone --nproc-per-node=2 --max-restarts=3"
+    " 02_torchrun_elastic.py 6 1 --crash-epoch 3"
+)
+
+
+def shell_commands(text):
+    """The single commands in some lines of shell: comments cut, continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", re.sub(r"\s+# .*", "", text, flags=re.MULTILINE))
+    return [" ".join(part.split()) for part in re.split(r"&&|\n", text) if part.strip()]
+
+
+def commands_shown():
+    """{command: files that show it}, from README.md and from the scripts' docstrings."""
+    shown = defaultdict(list)
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`((?:python|torchrun|pytest) ?[^`]*)`", readme)
+    for command in [c for block in blocks for c in shell_commands(block)] + inline:
+        shown[command].append("README.md")
+    for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
+        docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
+        lines = re.findall(r"^    ((?:python|torchrun).*(?:\\\n.*)*)", docstring, re.MULTILINE)
+        assert lines, f"{path.name} shows no command"
+        for command in [c for line in lines for c in shell_commands(line)]:
+            shown[command].append(path.name)
+    return dict(shown)
+
+
+SHOWN = commands_shown()
+
+
+def run_command(command, folder):
+    """Run a command as shown, in a folder with copies of the scripts, as a reader's shell does."""
+    for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
+        shutil.copy(path, folder)
+    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
+    return run(*shlex.split(command), cwd=folder, env={"PATH": path})
+
+
+def test_every_command_is_run_or_has_its_reason():
+    assert MAIN_JOB in SHOWN and "README.md" in SHOWN[MAIN_JOB]
+    assert set(NOT_RUN) <= set(SHOWN), "reasons for commands that nothing shows any more"
+    assert set(SHOWN) - set(NOT_RUN), "no command left to run"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", sorted(set(SHOWN) - set(NOT_RUN) - {MAIN_JOB}))
+def test_a_command_that_is_shown(tmp_path, command):
+    result = run_command(command, tmp_path)
+    assert result.status == 0, result.output
+    assert "replicas identical on 2 ranks: max |difference| 0" in result.lines(0)
+
+
+def masked(lines):
+    """Lines of the ranks, sorted, with numbers and the width of their columns masked."""
+    return sorted(re.sub(r" *(\b[0-9a-f]{12}\b|(\d+\.)?\d+)", "#", line) for line in lines)
+
+
+def test_the_main_job_prints_what_the_readme_shows(tmp_path):
+    result = run_command(MAIN_JOB, tmp_path)
+    assert result.status == 0, result.output
+    printed = [line for line in result.output.splitlines() if line.startswith("[rank ")]
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)[1]
+    assert masked(printed) == masked(block.splitlines())
+    assert "attempt 1: resumed from snapshot.pt at epoch 3" in result.lines(0)
+    assert list(result.epochs()) == [1, 2, 3, 4, 5, 6] and result.epochs()[6][1] > 0.95
+
+
+def test_same_name_same_bytes():
+    texts = defaultdict(lambda: defaultdict(list))
+    for path in SCRIPTS:
+        source = path.read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                text = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+                texts[node.name][text].append(path.name)
+    shared = [name for name, found in texts.items() if sum(map(len, found.values())) > 1]
+    assert {"Digits", "Net", "evaluate", "log", "pick_device", "save", "stop"} <= set(shared)
+    differ = {name: list(texts[name].values()) for name in shared if len(texts[name]) > 1}
+    assert not differ, f"same name, other bytes: {differ}"
+
+
+def test_scripts_stand_alone():
+    allowed = {"torch", "torchvision", "tqdm"}
+    for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
+        modules = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(node.module.partition(".")[0])
+        assert modules - set(sys.stdlib_module_names) <= allowed, path.name
+
+
+def test_links_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", readme):
+        assert target.startswith("https://") or (ROOT / target).exists(), target

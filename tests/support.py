@@ -8,6 +8,7 @@ what goes wrong there shows with run alone.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import pathlib
@@ -24,6 +25,7 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
@@ -42,6 +44,18 @@ def limit_file_size():
 def pretend_one_gpu():
     """Called in a child: torch says that there is one GPU."""
     torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+
+
+def record_draws():
+    """Called in a child: every DistributedSampler prints the items that it draws."""
+    draw = DistributedSampler.__iter__
+
+    def draw_and_print(sampler):
+        items = list(draw(sampler))
+        print(f"drawn {sampler.rank} {sampler.epoch} {items}\n", end="", flush=True)
+        return iter(items)
+
+    DistributedSampler.__iter__ = draw_and_print
 
 
 @dataclass
@@ -67,6 +81,11 @@ class Result:
         """The epochs after which rank 0 reported that it had saved, in order."""
         found = [re.match(r"epoch +(\d+)/.* \| saved in \S+$", line) for line in self.lines(0)]
         return [int(m[1]) for m in found if m]
+
+    def draws(self):
+        """{(rank, epoch): the items drawn}, after record_draws."""
+        found = re.findall(r"^drawn (\d+) (\d+) (\[.*\])$", self.output, re.MULTILINE)
+        return {(int(rank), int(epoch)): json.loads(items) for rank, epoch, items in found}
 
     def error(self):
         """The one line "SCRIPT: error: ...", without what torchrun has to add; fails if not one."""

@@ -15,6 +15,7 @@ from support import (
     fork_workers,
     limit_file_size,
     pretend_one_gpu,
+    record_draws,
     run,
     start,
 )
@@ -50,11 +51,20 @@ def test_two_ranks_train_and_prove_it(tmp_path):
     assert checkpoint["epoch"] == 3 and len(checkpoint["model"]) == 6
 
 
-def fork_job(tmp_path, mnist_dir, script=SCRIPT, world_size=2, **settings):
-    """One epoch on the small set, in processes that have torch loaded already."""
-    settings = {"total_epochs": 1, "save_every": 1, "batch_size": 64, **settings}
+def fork_job(tmp_path, mnist_dir, script=SCRIPT, world_size=2, before=None, epochs=1):
+    """Some epochs on the small set, in processes that have torch loaded already."""
+    settings = {"total_epochs": epochs, "save_every": 1, "batch_size": 64}
     settings |= {"data_dir": str(mnist_dir), "checkpoint_path": "checkpoint.pt"}
-    return fork_workers(script, tmp_path, world_size, **settings)
+    return fork_workers(script, tmp_path, world_size, before=before, **settings)
+
+
+def test_every_epoch_and_rank_draws_its_own_images(tmp_path, mnist_dir):
+    result = fork_job(tmp_path, mnist_dir, before=record_draws, epochs=2)
+    draws = {key: items for key, items in result.draws().items() if key[1] > 0}  # 0: the proof's
+    assert sorted(draws) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert len({tuple(items) for items in draws.values()}) == 4, "a shuffle was repeated"
+    for epoch in (1, 2):
+        assert sorted(draws[0, epoch] + draws[1, epoch]) == list(range(1024)), "not all images"
 
 
 def test_one_rank_says_that_there_is_nothing_to_compare(tmp_path, mnist_dir):

@@ -4,12 +4,24 @@ import itertools
 import os
 import pickle
 import re
+import runpy
 import shutil
 import signal
 
 import pytest
 import torch
-from support import PYTHON, ROOT, TORCHRUN, fork, fork_ranks, limit_file_size, pretend_one_gpu, run
+from support import (
+    PYTHON,
+    ROOT,
+    TORCHRUN,
+    fork,
+    fork_ranks,
+    limit_file_size,
+    pretend_one_gpu,
+    record_draws,
+    run,
+)
+from torchvision.datasets import MNIST
 
 SCRIPT = "02_torchrun_elastic.py"
 
@@ -112,6 +124,28 @@ def test_world_sizes_agree(tmp_path, mnist_dir):
     assert min(accuracies) > 0.95
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_accuracy_counts_every_test_image_once(tmp_path, mnist_dir, world_size):
+    """Against one process that sees all 256 images; three ranks cannot share them evenly."""
+    arguments = (1, 1, "--data-dir", mnist_dir, "--batch-size", 300)
+    reported = train(tmp_path, *arguments, world_size=world_size).epochs()[1][1]
+    model = runpy.run_path(str(ROOT / SCRIPT))["Net"]()
+    model.load_state_dict(load(tmp_path)["model"])
+    split = MNIST(mnist_dir, train=False)
+    correct = (model(split.data).argmax(dim=1) == split.targets).double().mean().item()
+    assert reported == round(correct, 4) and 0.05 < correct < 0.95
+
+
+def test_every_epoch_and_rank_draws_its_own_images(tmp_path, mnist_dir):
+    result = train(tmp_path, 3, 3, "--data-dir", mnist_dir, before=record_draws)
+    draws = result.draws()
+    assert sorted(draws) == [(rank, epoch) for rank in (0, 1) for epoch in (1, 2, 3)]
+    assert {len(set(items)) for items in draws.values()} == {512}
+    assert len({tuple(items) for items in draws.values()}) == 6, "a shuffle was repeated"
+    for epoch in (1, 2, 3):
+        assert sorted(draws[0, epoch] + draws[1, epoch]) == list(range(1024)), "not all images"
+
+
 def test_another_world_size_goes_on_from_the_snapshot(tmp_path, mnist_dir):
     train(tmp_path, 1, 1, "--data-dir", mnist_dir, world_size=2)
     result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, world_size=3)
@@ -194,9 +228,7 @@ def good_snapshot(tmp_path_factory, mnist_dir):
 
 
 @pytest.mark.parametrize("spoil", BAD_SNAPSHOTS, ids=lambda function: function.__name__)
-def test_a_snapshot_that_cannot_be_continued_is_refused(
-    tmp_path, mnist_dir, good_snapshot, spoil
-):
+def test_a_snapshot_that_cannot_be_continued_is_refused(tmp_path, mnist_dir, good_snapshot, spoil):
     path = tmp_path / "snapshot.pt"
     shutil.copy(good_snapshot, path)
     spoil(path, path.read_bytes())

@@ -110,18 +110,19 @@ def test_a_finished_run_trains_nothing_again(tmp_path, mnist_dir):
 
 
 def test_world_sizes_agree(tmp_path, mnist_dir):
-    """The same steps, up to rounding, after one epoch; the same accuracy at the end."""
-    snapshots, accuracies = [], []
+    """1, 2 and 4 ranks take the same steps up to rounding, and this model does not amplify it."""
+    data, folders = ("--data-dir", mnist_dir, "--batch-size", 16), {}
     for world_size in (1, 2, 4):
-        folder, data = tmp_path / str(world_size), ("--data-dir", mnist_dir, "--batch-size", 16)
-        train(folder, 1, 1, *data, world_size=world_size)
-        snapshots.append(load(folder))
-        result = train(folder, 3, 1, *data, world_size=world_size)
-        accuracies.append(result.epochs()[3][1])
-    for other in snapshots[1:]:
-        assert 0 < (weights(snapshots[0]) - weights(other)).abs().max() < 1e-4
-    assert max(accuracies) - min(accuracies) <= 0.01
-    assert min(accuracies) > 0.95
+        folders[world_size] = tmp_path / str(world_size)
+    for epochs in (1, 3):
+        found = {}
+        for world_size, folder in folders.items():
+            result = train(folder, epochs, 1, *data, world_size=world_size)
+            found[world_size] = weights(load(folder)), result.epochs()[epochs][1]
+        for other, accuracy in (found[2], found[4]):
+            assert 0 < (other - found[1][0]).abs().max() < 1e-4
+            assert abs(accuracy - found[1][1]) <= 0.01
+    assert found[1][1] > 0.95
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -339,6 +339,10 @@ def main():
         if error.signal_name is None:
             sys.exit(error.exit_code)
         stop(f"{error}, the others were ended (SIGKILL: out of memory?)", status=1)
+    except KeyboardInterrupt:  # Ctrl-C reaches the children as well, a signal to this process not
+        for child in mp.active_children():
+            child.terminate()
+        stop("interrupted", status=130)
 
 
 def parse_args():

@@ -109,22 +109,36 @@ def test_a_failing_child_ends_the_job_with_its_traceback(tmp_path, mnist_dir):
     assert result.epochs() == {}
 
 
-@pytest.mark.long
-def test_a_killed_child_ends_the_job_with_one_line(tmp_path, mnist_dir):
+def signal_in_training(tmp_path, mnist_dir, number, to_rank=None):
+    """Start a long job, send a signal to one rank or to the parent; return (status, output)."""
     process = start(PYTHON, ROOT / SCRIPT, 1000, "--data-dir", mnist_dir, cwd=tmp_path)
     try:
+        pids = {None: process.pid}
         for line in process.stdout:
-            if match := re.match(r"\[rank 1/2\] pid (\d+)", line):
-                victim = int(match[1])
+            if match := re.match(r"\[rank (\d)/2\] pid (\d+)", line):
+                pids[int(match[1])] = int(match[2])
             if re.match(r"\[rank 0/2\] epoch  1/", line):
-                os.kill(victim, signal.SIGKILL)
+                os.kill(pids[to_rank], number)
                 break
         output, _ = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "error: process 1 terminated with signal SIGKILL" in output
         assert_nothing_left(process.pid)
+        return process.returncode, output
     finally:
         end_session(process.pid)
+
+
+@pytest.mark.long
+def test_a_killed_child_ends_the_job_with_one_line(tmp_path, mnist_dir):
+    status, output = signal_in_training(tmp_path, mnist_dir, signal.SIGKILL, to_rank=1)
+    assert status == 1
+    assert "error: process 1 terminated with signal SIGKILL" in output
+
+
+@pytest.mark.long
+def test_an_interrupted_parent_takes_its_children_along(tmp_path, mnist_dir):
+    status, output = signal_in_training(tmp_path, mnist_dir, signal.SIGINT)
+    assert status == 130 and "error: interrupted" in output
+    assert "Traceback" not in output
 
 
 def test_a_full_disk_ends_the_job_and_keeps_the_old_file(tmp_path, mnist_dir):

@@ -1,4 +1,4 @@
-"""Fetch MNIST once, before any training: 11 MB to download, 64 MB on disk.
+"""Fetch MNIST once, before any training: 12 MB to download, 67 MB on disk.
 
     python download_mnist.py                         # into data/, where the scripts look for it
     python download_mnist.py --data-dir /mnt/digits  # then give the scripts the same --data-dir
@@ -18,13 +18,14 @@ Without the set the training scripts still run, on generated images of the same 
 import argparse
 import errno
 import fcntl
-import gzip
 import http.client
 import os
 import shutil
 import socket
+import struct
 import sys
 import time
+import zlib
 
 if not sys.stderr.isatty():  # before the import below, in which tqdm reads it
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars in a log file
@@ -46,8 +47,10 @@ def find_fault(root):
                 continue
             if not check_integrity(archive, md5):
                 return f"wrong checksum of {name}"
-            with gzip.open(archive) as packed, open(archive.removesuffix(".gz"), "rb") as unpacked:
-                if packed.read() != unpacked.read():
+            # A gzip archive ends with the CRC-32 of what is packed in it, and its length.
+            with open(archive, "rb") as packed, open(archive.removesuffix(".gz"), "rb") as unpacked:
+                packed.seek(-8, os.SEEK_END)
+                if struct.unpack("<I", packed.read(4))[0] != zlib.crc32(unpacked.read()):
                     return f"{name} holds other data than the file unpacked from it"
     except Exception as error:  # each kind of damage raises a type of its own
         return f"it does not load: {type(error).__name__} {error}".rstrip()

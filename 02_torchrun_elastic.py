@@ -169,7 +169,7 @@ def fingerprint(model):
     return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
-def train(device, args):
+def train_elastic(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     log(f"attempt {attempt}, local rank {os.environ['LOCAL_RANK']}, pid {os.getpid()}, {device},"
@@ -346,7 +346,7 @@ def main():
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    train(device, args)
+    train_elastic(device, args)
     # Collect, then destroy, and not in a "finally": 01_single_node_multi_gpu.py says why.
     gc.collect()
     dist.destroy_process_group()

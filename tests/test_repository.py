@@ -12,7 +12,7 @@ import pytest
 from support import PYTHON, ROOT, run
 
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
-OWN = {"main", "parse_args", "worker", "train"}  # each script tells its own story there
+OWN = {"main", "parse_args", "worker"}  # each script tells its own story there
 
 # Commands that are shown and not run as they stand, each with the reason.
 INSTALLS = "installs the packages: .ci/run runs it, in a fresh virtual environment"

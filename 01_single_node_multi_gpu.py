@@ -46,7 +46,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)
+TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others; the default is 10 to 30
 
 
 class Digits(TensorDataset):
@@ -150,7 +150,7 @@ def check_replicas(model):
     if dist.get_world_size() == 1:
         log("one rank: no other replica to compare with")
     else:
-        log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| 0")
+        log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| {difference:g}")
 
 
 def worker(rank, world_size, port, args):
@@ -160,7 +160,7 @@ def worker(rank, world_size, port, args):
     # The ranks find each other in a store, a small server for keys and values, which the parent
     # keeps at this port: each leaves its address there and waits until all world_size have (NCCL
     # puts that off to the first collective). If one never comes, the others give up after the
-    # timeout. It holds for every collective; the default is 10 to 30 minutes of silence.
+    # timeout, which holds for every later collective too.
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

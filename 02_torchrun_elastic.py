@@ -46,7 +46,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)
+TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others; the default is 10 to 30
 
 
 class Digits(TensorDataset):
@@ -160,7 +160,7 @@ def check_replicas(model):
     if dist.get_world_size() == 1:
         log("one rank: no other replica to compare with")
     else:
-        log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| 0")
+        log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| {difference:g}")
 
 
 def fingerprint(model):

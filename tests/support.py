@@ -1,6 +1,6 @@
 """Two ways to run a script of this collection: as a reader does, and fast.
 
-run: any command, in a session of its own, with a look at what it leaves behind.
+run: any command, with a look at what it leaves behind.
 fork, fork_ranks: the script in fresh processes, forked from a server that has torch loaded, so that
 a run costs a tenth of a second. fork_ranks plays torchrun: its environment, one store for all
 attempts, another attempt when a rank has failed. These processes skip the end of the interpreter:
@@ -8,6 +8,7 @@ what goes wrong there shows with run alone.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
@@ -95,59 +97,63 @@ class Result:
 
 
 def run(*command, cwd, timeout=120, env=None):
-    """Run a command to its end in a session of its own; nothing of it may be left behind."""
+    """Run a command to its end; nothing that it started may be left behind."""
     process = start(*command, cwd=cwd, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
-        assert_nothing_left(process.pid)
+        assert_nothing_left(process)
         return Result(output, process.returncode)
     finally:
-        end_session(process.pid)
+        end(process)
 
 
 def start(*command, cwd, env=None):
-    """Start a command in a session of its own; return its Popen, with all output in one pipe."""
-    return subprocess.Popen(
+    """Start a command; return its Popen, with all output in one pipe and a mark to find it by."""
+    # A variable of its own in the environment, which every descendant inherits: torchrun gives its
+    # workers sessions of their own, so neither session nor process group would find them.
+    mark = f"STARTED_BY_TEST={uuid.uuid4().hex}"
+    process = subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        env={**os.environ, **(env or {}), **dict([mark.split("=")])},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
+    process.mark = mark
+    return process
 
 
-def session(leader):
-    """The living processes of a session, by its leader's process id: {pid: command line}."""
+def family(process):
+    """The living processes that the command started, itself apart: {pid: command line}."""
     found = {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            environment = (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue  # it has just ended
-        if int(fields[3]) == leader and fields[0] != "Z" and int(folder.name) != leader:
+        if process.mark.encode() in environment and int(folder.name) != process.pid:
             found[int(folder.name)] = command
     return found
 
 
-def assert_nothing_left(leader, patience=10):
-    """Fails if a process outlives the leader of its session by more than some seconds."""
+def assert_nothing_left(process, patience=10):
+    """Fails if something that the command started outlives it by more than some seconds."""
     deadline = time.monotonic() + patience
-    while left := session(leader):
+    while left := family(process):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
 
 
-def end_session(leader):
-    """Kill what is left of a session, by process ids."""
-    for pid in [*session(leader), leader]:
-        try:
+def end(process):
+    """Kill what is left of a command and of all that it started, by process ids."""
+    for pid in family(process):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    process.kill()
+    process.wait()
 
 
 def run_script(script, arguments, environment, folder, output, before=None, worker=None):

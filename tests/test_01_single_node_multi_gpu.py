@@ -10,7 +10,7 @@ from support import (
     PYTHON,
     ROOT,
     assert_nothing_left,
-    end_session,
+    end,
     fork,
     fork_workers,
     limit_file_size,
@@ -121,10 +121,10 @@ def signal_in_training(tmp_path, mnist_dir, number, to_rank=None):
                 os.kill(pids[to_rank], number)
                 break
         output, _ = process.communicate(timeout=60)
-        assert_nothing_left(process.pid)
+        assert_nothing_left(process)
         return process.returncode, output
     finally:
-        end_session(process.pid)
+        end(process)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 
 import pytest
-from support import PYTHON, ROOT, run
+from support import PYTHON, ROOT, assert_nothing_left, end, run, start
 
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 OWN = {"main", "parse_args", "worker"}  # each script tells its own story there
@@ -47,7 +47,7 @@ def commands_shown():
     shown = defaultdict(list)
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    inline = re.findall(r"`((?:python|torchrun|pytest) ?[^`]*)`", readme)
+    inline = re.findall(r"`((?:python|torchrun) [^`]+|pytest[^`]*)`", readme)
     for command in [c for block in blocks for c in shell_commands(block)] + inline:
         shown[command].append("README.md")
     for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
@@ -125,6 +125,19 @@ def test_scripts_stand_alone():
             elif isinstance(node, ast.ImportFrom):
                 modules.add(node.module.partition(".")[0])
         assert modules - set(sys.stdlib_module_names) <= allowed, path.name
+
+
+def test_a_process_that_is_left_behind_is_found(tmp_path):
+    """Also in a session of its own, with its output elsewhere, as torchrun's workers can be."""
+    sleeper = "['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3"
+    process = start(PYTHON, "-c", f"import subprocess; subprocess.Popen({sleeper})", cwd=tmp_path)
+    try:
+        process.communicate(timeout=60)
+        with pytest.raises(AssertionError, match="left behind.*sleep 60"):
+            assert_nothing_left(process, patience=0)
+    finally:
+        end(process)
+    assert_nothing_left(process)
 
 
 def test_links_of_the_readme():

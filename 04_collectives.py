@@ -1,0 +1,611 @@
+"""What DistributedDataParallel is made of: every way in which ranks exchange tensors, on screen.
+
+    torchrun --standalone --nproc-per-node=4 04_collectives.py            # CPU, 4 processes
+    torchrun --standalone --nproc-per-node=gpu 04_collectives.py          # one a GPU, from 2 up
+    torchrun --standalone --nproc-per-node=4 04_collectives.py --only ring ddp
+    torchrun --standalone --nproc-per-node=4 04_collectives.py --bench    # how fast is each?
+
+Each section says what an operation is for, shows every rank's tensor before and after, and checks
+the result. Rank r begins with [10 r + 1, 10 r + 2], so that you see where a number comes from:
+
+    [rank 0/4] reduce_scatter: all tensors are summed up, and each rank gets one chunk of the sum.
+    [rank 0/4]            before          its chunk   all_gather
+    [rank 0/4]   rank 0   [1 2 3 4]       [64]        [64 68 72 76]
+    [rank 0/4]   rank 1   [11 12 13 14]   [68]        [64 68 72 76]
+    [rank 0/4]   rank 2   [21 22 23 24]   [72]        [64 68 72 76]
+    [rank 0/4]   rank 3   [31 32 33 34]   [76]        [64 68 72 76]
+
+At the end stand two things built from these, by hand: the ring that all_reduce runs on large
+tensors, and a DDP that sends gradients while the backward pass still computes.
+
+New here: collectives (every rank of the group has to make the same call, or the others wait), point
+to point, async_op, groups. Next: 05_tcpstore.py, how ranks find each other in the first place.
+"""
+
+import argparse
+import copy
+import functools
+import gc
+import inspect
+import os
+import re
+import statistics
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing import assert_close
+
+TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others; the default is 10 to 30
+
+
+def tensor_of(rank, device, length=2):
+    """Return what a rank begins with: [10 rank + 1, 10 rank + 2, ...], float32 (length,).
+
+    Every rank can make every rank's: so it knows what should arrive, without any communication.
+    """
+    return 10.0 * rank + torch.arange(1, length + 1, device=device)
+
+
+# Collectives. They work in place, or fill a tensor that is there already. Shapes and dtypes must be
+# the same on all ranks: where they are not, the result can be wrong without any error.
+# (The first lines of each section are printed, so that the output can be read without this file.)
+
+
+def broadcast(rank, world_size, device):
+    """One rank's tensor goes to all. DDP begins so: every replica gets rank 0's weights."""
+    tensor = tensor_of(rank, device)
+    before = tensor.clone()
+    dist.broadcast(tensor, src=0)
+    table({"before": before, "after": tensor})
+    assert_close(tensor, tensor_of(0, device))
+
+
+def scatter(rank, world_size, device):
+    """One rank deals out a list, a tensor to each rank: say, data that only it can read."""
+    tensor = torch.zeros(2, device=device)
+    hand = [tensor_of(r, device) for r in range(world_size)] if rank == 0 else None
+    dist.scatter(tensor, hand, src=0)
+    table({"list on rank 0": hand, "after": tensor})
+    assert_close(tensor, tensor_of(rank, device))
+
+
+def gather(rank, world_size, device):
+    """The opposite: one rank collects everybody's tensor, to write results into one file, say."""
+    tensor = tensor_of(rank, device)
+    hand = [torch.zeros(2, device=device) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(tensor, hand, dst=0)
+    table({"before": tensor, "after": hand})
+    if rank == 0:
+        assert_close(hand, [tensor_of(r, device) for r in range(world_size)])
+
+
+def reduce(rank, world_size, device):
+    """The sum of all tensors, on one rank: say, a loss for the log, which rank 0 writes.
+    Do not use what the others hold afterwards: with Gloo, sums over a part of the ranks."""
+    tensor = tensor_of(rank, device)
+    before = tensor.clone()
+    dist.reduce(tensor, dst=0, op=dist.ReduceOp.SUM)
+    table({"before": before, "after": tensor})
+    if rank == 0:
+        assert_close(tensor, sum(tensor_of(r, device) for r in range(world_size)))
+
+
+def all_reduce(rank, world_size, device):
+    """The sum (or another function) of all tensors, on every rank. DDP averages gradients so."""
+    results = {}
+    for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
+        results[op] = tensor_of(rank, device)
+        dist.all_reduce(results[op], op=getattr(dist.ReduceOp, op))
+    table({"before": tensor_of(rank, device), **results})
+    everyone = torch.stack([tensor_of(r, device) for r in range(world_size)])
+    assert_close(results, {"SUM": everyone.sum(0), "AVG": everyone.mean(0), "MIN": everyone.amin(0),
+                           "MAX": everyone.amax(0), "PRODUCT": everyone.prod(0)})
+
+
+def all_gather(rank, world_size, device):
+    """Everybody's tensor, on every rank. Sharded training collects a layer's weights so.
+    Into a list of tensors, or, faster, into one tensor that has room for all."""
+    tensor = tensor_of(rank, device)
+    as_list = [torch.zeros(2, device=device) for _ in range(world_size)]
+    dist.all_gather(as_list, tensor)
+    as_tensor = torch.zeros(2 * world_size, device=device)
+    dist.all_gather_into_tensor(as_tensor, tensor)
+    table({"before": tensor, "all_gather": as_list, "all_gather_into_tensor": as_tensor})
+    expected = [tensor_of(r, device) for r in range(world_size)]
+    assert_close((as_list, as_tensor), (expected, torch.cat(expected)))
+
+
+def reduce_scatter(rank, world_size, device):
+    """All tensors are summed up, and each rank gets one chunk of the sum. In sharded training
+    (ZeRO, FSDP) a rank needs the gradients of its share alone: it takes the step there, and
+    all_gather hands the new weights out. The two together are an all_reduce."""
+    tensor = tensor_of(rank, device, length=world_size)
+    chunk = torch.zeros(1, device=device)
+    dist.reduce_scatter_tensor(chunk, tensor)
+    whole = torch.zeros(world_size, device=device)
+    dist.all_gather_into_tensor(whole, chunk)
+    table({"before": tensor, "its chunk": chunk, "all_gather": whole})
+    expected = sum(tensor_of(r, device, length=world_size) for r in range(world_size))
+    assert_close((chunk, whole), (expected[rank : rank + 1], expected))
+
+
+def all_to_all(rank, world_size, device):
+    """Chunk j of every rank goes to rank j: rows become columns. In a mixture of experts,
+    tokens travel so to the rank that has their expert, and back."""
+    tensor = tensor_of(rank, device, length=world_size)
+    received = torch.zeros(world_size, device=device)
+    dist.all_to_all_single(received, tensor)
+    table({"before": tensor, "after": received})
+    rows = torch.stack([tensor_of(r, device, length=world_size) for r in range(world_size)])
+    assert_close(received, rows[:, rank])
+
+
+def barrier(rank, world_size, device):
+    """Nobody goes on before all have come: rank 0 prepares the data, say, and the others wait.
+    Rarely needed: a collective that brings a result from all ranks waits for them anyway."""
+    time.sleep(0.1 * rank)  # each rank comes a little later than the one before
+    came = time.time()
+    dist.barrier()
+    times = [None] * world_size
+    dist.all_gather_object(times, (came, time.time()))
+    first, last = min(came for came, _ in times), max(came for came, _ in times)
+    came, left = times[rank]
+    table({"comes at": f"{came - first:.3f} s", "goes on at": f"{left - first:.3f} s"})
+    one_clock = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    if one_clock and min(left for _, left in times) < last:
+        raise RuntimeError("a rank went on before the last one had come")
+
+
+def monitored_barrier(rank, world_size, device):
+    """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it; a
+    Gloo group can stand beside NCCL's. (torch reports it too, in lines of its own, marked E.)"""
+    group = dist.new_group(backend="gloo")
+    reason = "stays away"
+    if rank != world_size - 1:
+        try:
+            dist.monitored_barrier(group, timeout=timedelta(seconds=0.5))
+            reason = "no error"
+        except RuntimeError as error:
+            reason = re.sub(r"^\[Rank \d+\]: ", "", str(error).strip().partition("\n")[0])
+    log(f"  rank 0 after half a second: {reason}")
+    if rank == 0 and not reason.startswith(f"Rank {world_size - 1} failed"):
+        raise RuntimeError(f"monitored_barrier did not name rank {world_size - 1}: {reason}")
+
+
+# Point to point: two ranks only. Pipeline parallelism passes activations on in this way.
+
+
+def send_recv(rank, world_size, device):
+    """Rank 0 sends, rank 1 receives; each call returns when its part is done."""
+    tensor = tensor_of(rank, device)
+    before = tensor.clone()
+    # The deadlock: had both ranks a send first, each would wait for the other's recv. With Gloo
+    # send returns when the other side has received, however small the tensor.
+    if rank == 0:
+        dist.send(tensor, dst=1)
+    elif rank == 1:
+        dist.recv(tensor, src=0)
+    table({"before": before, "after": tensor})
+    assert_close(tensor, tensor_of(0 if rank == 1 else rank, device))
+
+
+def isend_irecv(rank, world_size, device):
+    """i for immediate: the calls return at once. Ranks 0 and 1 swap their tensors; each could
+    compute in the meantime, and wait() says when the tensors may be used again."""
+    tensor, received = tensor_of(rank, device), torch.zeros(2, device=device)
+    work = []
+    if rank == 0:
+        work = [dist.isend(tensor, dst=1), dist.irecv(received, src=1)]
+    elif rank == 1:
+        work = [dist.irecv(received, src=0), dist.isend(tensor, dst=0)]
+    # Here a rank may do anything but write to a tensor on its way out, or read one on its way in.
+    for one in work:
+        one.wait()
+    table({"before": tensor, "received": received})
+    assert_close(received, tensor_of(1 - rank, device) if rank < 2 else torch.zeros_like(received))
+
+
+def batch_isend_irecv(rank, world_size, device):
+    """Every rank sends to the next and receives from the one before, all at the same time.
+    Given as one batch, the order of sends and receives cannot lock the ranks up."""
+    tensor, received = tensor_of(rank, device), torch.zeros(2, device=device)
+    exchange(tensor, received)
+    table({"before": tensor, "received": received})
+    assert_close(received, tensor_of((rank - 1) % world_size, device))
+
+
+def exchange(outgoing, incoming):
+    """Send a tensor to the next rank on the ring, and receive one from the rank before."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # An isend and an irecv of their own would do with Gloo. With NCCL each waits for its turn in
+    # one queue: on two ranks, both would hold a send there that waits for the other's receive.
+    for work in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
+            dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
+        work.wait()
+
+
+# Three more things that every one of these calls can do, or that are made of them.
+
+
+def async_op(rank, world_size, device):
+    """With async_op=True a collective returns at once and runs while the rank computes.
+    Read its tensor before wait(), and you get old numbers, new ones or a mixture: no error."""
+    tensor = tensor_of(rank, device).repeat(500_000)  # 4 MB, so that it takes a while
+    before, matrix, products = tensor[:2].clone(), torch.eye(128, device=device), 0
+    work = dist.all_reduce(tensor, async_op=True)
+    too_early = tensor[:2].clone()  # the bug
+    while not work.is_completed():  # usually: the backward pass of the layers below
+        matrix = matrix @ matrix
+        products += 1
+    work.wait()
+    table({"before": before, "read too early": too_early, "after wait()": tensor[:2],
+           "matrix products meanwhile": products})
+    expected = sum(tensor_of(r, device) for r in range(world_size))
+    assert_close(tensor, expected.repeat(500_000))
+
+
+def groups(rank, world_size, device):
+    """Some ranks talk among themselves: data, tensor and pipeline parallelism in one job are
+    groups. There a rank has a second number; src and dst mean global ranks even so."""
+    # Every rank makes every group, in the same order, also those that it is not in: one that
+    # skipped a call would leave the others waiting.
+    even, odd = (dist.new_group(list(range(first, world_size, 2))) for first in (0, 1))
+    group = odd if rank % 2 else even
+    members = dist.get_process_group_ranks(group)
+    total, from_first = tensor_of(rank, device), tensor_of(rank, device)
+    dist.all_reduce(total, group=group)
+    dist.broadcast(from_first, src=members[0], group=group)  # or group_src=0
+    table({"group": members, "group rank": dist.get_rank(group), "before": tensor_of(rank, device),
+           "all_reduce": total, "broadcast from group rank 0": from_first})
+    assert_close(total, sum(tensor_of(r, device) for r in range(rank % 2, world_size, 2)))
+    assert_close(from_first, tensor_of(rank % 2, device))
+
+
+def objects(rank, world_size, device):
+    """Anything that pickles can travel: settings, names, a list of results. Slow: for small
+    things. And unpickling can run any code: only among processes that you trust."""
+    settings = [{"lr": 0.03}] if rank == 0 else [None]
+    received, everyone = settings.copy(), [None] * world_size
+    dist.broadcast_object_list(received, src=0)
+    dist.all_gather_object(everyone, f"from {rank}")
+    table({"before": settings, "broadcast_object_list": received, "all_gather_object": everyone})
+    if received != [{"lr": 0.03}] or everyone != [f"from {r}" for r in range(world_size)]:
+        raise RuntimeError("other objects arrived than were sent")
+
+
+def ring(rank, world_size, device):
+    """The all_reduce by hand. Every rank sends to the next one only, so that all links are
+    equally busy. First the chunks go round and are summed up, as in reduce_scatter; then each
+    rank owns a finished chunk, and those go round, as in all_gather."""
+    tensor = tensor_of(rank, device, length=world_size)  # chunks of one number each
+    steps = [tensor.clone()]
+    ring_all_reduce(tensor, steps)
+    names = ["start", *(f"step {n}" for n in range(1, 2 * world_size - 1))]
+    width = max(1, 20 // world_size)  # columns that fit on a line
+    for first in range(0, len(steps), width):
+        table(dict(list(zip(names, steps, strict=True))[first : first + width]))
+    assert_close(tensor, sum(tensor_of(r, device, length=world_size) for r in range(world_size)))
+
+    mine = torch.randn(1024 * world_size, device=device)
+    theirs = mine.clone()
+    sent = ring_all_reduce(mine)
+    dist.all_reduce(theirs)
+    assert_close(mine, theirs)
+    log(f"  on {mine.numel()} random numbers: equal to dist.all_reduce up to"
+        f" {(mine - theirs).abs().max():.1e}")
+    log(f"  sent by each rank: {sent} bytes, {sent / mine.nbytes:g} times the tensor;"
+        f" 2 (N - 1) / N is {2 * (world_size - 1) / world_size:g}")
+    if sent * world_size != 2 * (world_size - 1) * mine.nbytes:
+        raise RuntimeError(f"sent {sent} bytes, not 2 (N - 1) / N of {mine.nbytes}")
+
+
+def ring_all_reduce(tensor, steps=None):
+    """Sum a contiguous tensor of any shape over all ranks, in place; return the bytes sent.
+
+    A rank sends 2 (N - 1) / N of the tensor, whatever the number N of ranks, which is the least
+    possible: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+    workstations, 2009. It takes 2 (N - 1) steps, though: for a small tensor a tree has fewer.
+    steps: a list to which a copy of the tensor is added after each step.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.view(-1).tensor_split(world_size)  # views, so that writing to them is in place
+    sent = 0
+    for step in range(2 * (world_size - 1)):
+        # Each rank begins with the chunk of its own number, and then passes on what it got last.
+        outgoing = chunks[(rank - step) % world_size]
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        exchange(outgoing, incoming)
+        if step < world_size - 1:
+            target += incoming  # reduce_scatter: after N - 1 steps a chunk has passed every rank
+        else:
+            target.copy_(incoming)  # all_gather: finished chunks take the place of partial sums
+        sent += outgoing.nbytes
+        if steps is not None:
+            steps.append(tensor.clone())
+    return sent
+
+
+def ddp(rank, world_size, device):
+    """DistributedDataParallel by hand. Gradients come from the last layer to the first; when a
+    bucket of them is complete its all_reduce starts, while backward goes on below."""
+    torch.manual_seed(rank)  # other weights and another batch on each rank
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
+    model = nn.Sequential(*layers).to(device)
+    batch, target = torch.randn(2, 256, 512, device=device)
+    theirs = DDP(copy.deepcopy(model), gradient_as_bucket_view=True)
+    alone = copy.deepcopy(theirs.module)  # for comparison: the same weights, no exchange
+    ours = BucketedDDP(model, bucket_bytes=2 * 2**20)
+    for replica in (theirs, alone, ours):
+        mse_loss(replica(batch), target).backward()
+    ours.wait()
+    expected, own, by_hand = (torch.cat([p.grad.flatten() for p in replica.parameters()])
+                              for replica in (theirs, alone, ours))
+    own_off, off = ((g - expected).abs().max() / expected.abs().max() for g in (own, by_hand))
+    log("  gradients, compared with those of DistributedDataParallel:")
+    log(f"    without an exchange: off by {own_off:.1e} of the largest entry")
+    log(f"    averaged by hand: off by {off:.1e}")
+    if not off < 1e-5 < own_off:
+        raise RuntimeError("the gradients by hand are not those of DistributedDataParallel")
+
+    ours.zero_grad()
+    loss = mse_loss(ours(batch), target)
+    start = time.perf_counter()
+    loss.backward()
+    end, back = time.perf_counter(), sum(work.is_completed() for work, _, _ in ours.pending)
+    ours.wait()  # optimizer.step() would come after this
+    log("  a second backward pass, as rank 0 sees it:")
+    for index, (moment, missing) in enumerate(ours.started):
+        log(f"    {1000 * (moment - start):6.2f} ms  bucket {index} is complete, its all_reduce"
+            f" starts; gradients still to come: {missing}")
+    log(f"    {1000 * (end - start):6.2f} ms  backward ends; buckets back by now: {back}")
+    log(f"    {1000 * (time.perf_counter() - start):6.2f} ms  wait() returns: all of them are back")
+    if ours.started[0][1] == 0:
+        raise RuntimeError("no all_reduce started before the last gradient had come")
+
+
+class BucketedDDP(nn.Module):
+    """Average the gradients of a module over all ranks, in buckets, while backward still runs.
+
+    module: with its parameters on their device. bucket_bytes: a bucket is full from here on.
+    After every backward(), and before the optimizer's step, call wait(). What DDP does beyond this:
+    parameters without a gradient, gradients that stay in the buckets, more than one forward.
+    Source: Li et al., PyTorch Distributed, VLDB 2020.
+    """
+
+    def __init__(self, module, bucket_bytes):
+        super().__init__()
+        self.module, self.buckets = module, [[]]
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)  # the same start everywhere
+        # From the last parameter to the first: the order in which backward finishes gradients.
+        for parameter in reversed(list(module.parameters())):
+            if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self.gradient_is_there, len(self.buckets) - 1))
+        self.reset()
+
+    def reset(self):
+        self.missing = [len(bucket) for bucket in self.buckets]  # gradients still to come
+        self.pending, self.started = [], []
+
+    def forward(self, *inputs):
+        self.reset()
+        return self.module(*inputs)
+
+    def gradient_is_there(self, index, parameter):
+        self.missing[index] -= 1
+        if self.missing[index] == 0:
+            bucket = self.buckets[index]
+            # One tensor for all: a call for each small gradient would cost more than its bytes.
+            flat = torch.cat([p.grad.flatten() for p in bucket]) / dist.get_world_size()
+            # Buckets must start in the same order on every rank, or one rank's first is added to
+            # another's second. Here they do, as all ranks have the same layers; DDP enforces it.
+            self.pending.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+            self.started.append((time.perf_counter(), sum(self.missing)))
+
+    def wait(self):
+        for work, flat, bucket in self.pending:
+            work.wait()
+            for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad.copy_(mean.view_as(p))
+
+
+SECTIONS = {function.__name__: function for function in (
+    broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier,
+    monitored_barrier, send_recv, isend_irecv, batch_isend_irecv, async_op, groups, objects, ring,
+    ddp)}
+BENCHMARKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring")
+
+
+def show_sections(names, device):
+    """Run sections, each with its sentence in front; go on where the backend lacks an operation."""
+    lacking = []
+    for name in names:
+        for line in [f"== {name}", *inspect.getdoc(SECTIONS[name]).splitlines()]:
+            log(line)
+        try:
+            SECTIONS[name](dist.get_rank(), dist.get_world_size(), device)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if not re.search("not support|not implemented|only implemented", str(error)):
+                raise
+            lacking.append(name)
+            log(f"  {dist.get_backend()} lacks it: {str(error).strip().partition(chr(10))[0]}")
+    missing = f"; lacking here: {', '.join(lacking)}" if lacking else ""
+    log(f"{len(names) - len(lacking)} of {len(names)} sections passed their checks"
+        f" on {dist.get_world_size()} ranks{missing}")
+    if lacking == names:
+        stop("the backend has none of these operations", status=1)
+
+
+def benchmark(names, device):
+    """Print time and bandwidths of the operations, from 4 KiB to 64 MiB.
+
+    Algorithm bandwidth, size / time, says how long a call will take. Bus bandwidth is that times
+    the bytes a rank has to send for each byte, and can be compared with the speed of the link, for
+    any number of ranks. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
+    log("size: of the whole tensor. time: until the slowest rank is done, median of 11 after 3 to")
+    log("warm up. algbw: size / time. busbw: algbw x factor, which is defined as in nccl-tests.")
+    for name in names:
+        factor = bus_factor(name)
+        log(f"== {name}, factor {factor:g}")
+        log(f"{'size':>10} {'time':>14} {'algbw':>14} {'busbw':>14}")
+        for size in (4096 * 4**k for k in range(8)):
+            nbytes, call = prepare(name, size, device)
+            seconds = measure(call, device)
+            algbw = nbytes / seconds / 1e9
+            label = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+            log(f"{label:>10} {1000 * seconds:11.3f} ms {algbw:9.3f} GB/s {algbw * factor:9.3f} GB/s")
+
+
+def bus_factor(name):
+    """Bytes that a rank has to send for each byte of the whole tensor, at least."""
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    return {"all_reduce": 2 * share, "ring": 2 * share, "all_gather": share,
+            "reduce_scatter": share, "broadcast": 1}[name]
+
+
+def prepare(name, size, device):
+    """Return (bytes of the whole tensor: size, or a little less to make equal chunks; the call)."""
+    length = size // 4 // dist.get_world_size()
+    chunk = torch.zeros(length, device=device)
+    whole = torch.zeros(length * dist.get_world_size(), device=device)
+    calls = {"all_reduce": lambda: dist.all_reduce(whole),
+             "all_gather": lambda: dist.all_gather_into_tensor(whole, chunk),
+             "reduce_scatter": lambda: dist.reduce_scatter_tensor(chunk, whole),
+             "broadcast": lambda: dist.broadcast(whole, src=0),
+             "ring": lambda: ring_all_reduce(whole)}
+    return whole.nbytes, calls[name]
+
+
+def measure(call, device):
+    """Return the median seconds of a call, each counted until the slowest rank is done."""
+    seconds = torch.zeros(14, device=device)
+    for n in range(len(seconds)):
+        dist.barrier()  # a common start: otherwise the first rank's clock counts its wait
+        if device.type == "cuda":  # there the call returns at once: let the GPU take the time
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            seconds[n] = start.elapsed_time(end) / 1000
+        else:
+            start = time.perf_counter()
+            call()
+            seconds[n] = time.perf_counter() - start
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return statistics.median(seconds[3:].tolist())
+
+
+def text(value):
+    """A value in a cell of the table: tensors as [1 2.5], in a list one after the other."""
+    if isinstance(value, torch.Tensor):
+        return "[" + " ".join(f"{number:g}" for number in value.tolist()) + "]"
+    if isinstance(value, list) and all(isinstance(item, torch.Tensor) for item in value):
+        return " ".join(text(item) for item in value)
+    return "-" if value is None else str(value)
+
+
+def table(columns):
+    """Log one row a rank, in rank order: each rank gives its own values, {heading: value}."""
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, [text(value) for value in columns.values()])
+    lines = [["", *columns], *([f"rank {rank}", *row] for rank, row in enumerate(rows))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        log(("  " + "   ".join(cells)).rstrip())
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    # Without this line every process can end up with a context, and memory, on GPU 0 as well.
+    torch.cuda.set_device(local_rank)
+    # Convolutions in full float32: TF32's 10 bits are too coarse to compare runs to 1e-5.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def share_cores(local_world_size):
+    """Divide the cores among this machine's processes: by default each takes all, so they fight."""
+    # torchrun sets OMP_NUM_THREADS=1 against that, which leaves cores idle; this overrides it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line and no traceback: for what the caller can mend."""
+    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
+    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+@record  # hands an exception's traceback to torchrun, whose report shows none otherwise
+def main():
+    args = parse_args()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        stop("this script needs a launcher:"
+             " torchrun --standalone --nproc-per-node=4 04_collectives.py")
+    if os.environ["WORLD_SIZE"] == "1":
+        stop("one rank has nobody to talk to, every result would be its own tensor: use"
+             " --nproc-per-node=4 (with one GPU, on the CPU: CUDA_VISIBLE_DEVICES= in front)")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < local_world_size:
+        stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
+             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+    device, backend = pick_device(local_rank)
+    share_cores(local_world_size)
+    # device_id: for NCCL, which otherwise has to guess it in a barrier. Gloo must not be given one.
+    dist.init_process_group(
+        backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+    log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
+    if args.bench:
+        benchmark(args.only or BENCHMARKS, device)
+    else:
+        show_sections(args.only or list(SECTIONS), device)
+    # Collect, then destroy, and not in a "finally": 01_single_node_multi_gpu.py says why.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=SECTIONS,
+                        help=f"sections to run: {', '.join(SECTIONS)}")
+    parser.add_argument("--bench", action="store_true",
+                        help=f"measure instead: {', '.join(BENCHMARKS)}")
+    args = parser.parse_args()
+    if args.bench and (wrong := set(args.only or []) - set(BENCHMARKS)):
+        stop(f"--bench has no {', '.join(sorted(wrong))}: give some of {', '.join(BENCHMARKS)}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,573 @@
+"""How processes find each other: a TCPStore, one small server for keys and values that all know.
+
+    python 05_tcpstore.py                 # starts 3 processes itself; --nprocs 4 for 4
+    python 05_tcpstore.py --role server --port 29605      # the same in two terminals: here first
+    python 05_tcpstore.py --role client --port 29605      # and here second
+
+On two machines, give both --host, the server's address. You will see what the store can do, and
+what is built from it: a leader, a barrier, a work queue, heartbeats, a process group. Every
+init_process_group begins with such a store, in which each rank leaves its address for the others:
+
+    [rank 0/3] == set_get
+    [rank 0/3] What one process sets, all others can get. A get waits until the key is there.
+    [rank 1/3] get("greeting"): not there yet
+    [rank 2/3] get("greeting"): not there yet
+    [rank 0/3] set("greeting", "hello from pid 4242")
+    [rank 2/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
+    [rank 1/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
+
+New here: no process group is needed for any of this but the last lesson, which makes four. rank is
+the order in which the processes came; rank 0 has the server. A TCPStore has no password: whoever
+reaches its port can read and change everything. Keep it on loopback or on a private network.
+Next: 06_model_parallel_ddp.py, for a model that one device cannot hold.
+"""
+
+import argparse
+import inspect
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+# Some lessons end a connection on purpose. torch adds twenty lines of C++ stack to each; this hides
+# them (its errors stay), and has to stand before the import.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=30)  # how long a get or a wait waits; the default is 5 minutes
+JOIN_SECONDS = 60  # how long the server waits for its clients
+
+
+@dataclass
+class Member:
+    """One of the processes: its number, how many there are, and where the store is."""
+
+    rank: int
+    world_size: int
+    host: str
+
+    def say(self, message):
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {self.rank}/{self.world_size}] {message}\n", end="", flush=True)
+
+
+def host_store(host, port):
+    """Start the server in this process, on this address only; return a store connected to it."""
+    try:
+        listener = socket.create_server((host, port))
+    except socket.gaierror as error:
+        stop(f"--host {host} does not resolve ({error.strerror}): give an address of this machine",
+             status=1)
+    except OSError as error:
+        stop(f"cannot listen on {host}, port {port} ({error.strerror}): choose another --port (0"
+             " for a free one), or an address of this machine", status=1)
+    # By itself a TCPStore listens on all addresses of the machine, whatever host says: hence a
+    # socket of our own. Port 0 became a free one. multi_tenant: init_process_group may use this
+    # server too. wait_for_workers: would wait here until world_size clients have come.
+    return dist.TCPStore(
+        host, listener.getsockname()[1], is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+        multi_tenant=True, master_listen_fd=listener.detach())
+
+
+def connect(host, port, timeout=TIMEOUT, patience=10):
+    """Return a store connected to the server; stop if none answers within patience seconds."""
+    # TCPStore tries for as long as its timeout, which also has to do for every get: too long here.
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=patience).close()
+            break
+        except socket.gaierror as error:
+            stop(f"--host {host} does not resolve ({error.strerror}): try its IP address", status=1)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                stop(f"no server at {host}, port {port}, for {patience} s ({error}): start it first"
+                     f" with --role server --host {host} --port {port}", status=1)
+            time.sleep(0.2)
+
+    def give_up():
+        print(f"05_tcpstore.py: error: what listens at {host}, port {port}, is no TCPStore",
+              file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # TCPStore waits for the greeting of the server without any limit, and some other program at
+    # that port would never send it.
+    watchdog = threading.Timer(patience, give_up)
+    watchdog.start()
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    finally:
+        watchdog.cancel()
+
+
+def expect(actual, expected):
+    if actual != expected:
+        raise RuntimeError(f"the store gave {actual!r}, expected {expected!r}")
+
+
+# What the store can do. Every process calls every lesson, each with keys of its own.
+
+
+def set_get(store, me):
+    """What one process sets, all others can get. A get waits until the key is there."""
+    if me.rank == 0:
+        for other in range(1, me.world_size):
+            store.wait([f"rank {other} asks"])
+        time.sleep(0.3)
+        greeting = f"hello from pid {os.getpid()}"
+        me.say(f'set("greeting", "{greeting}")')
+        store.set("greeting", greeting)
+        store.set("greeting again", greeting)
+    else:
+        me.say('get("greeting"): not there yet')
+        expect(store.check(["greeting"]), False)
+        store.set(f"rank {me.rank} asks", "")
+        start = time.perf_counter()
+        greeting = store.get("greeting")
+        me.say(f'get("greeting") returns {greeting} after {time.perf_counter() - start:.2f} s')
+        expect(greeting, store.get("greeting again"))
+
+
+def wait_timeout(store, me):
+    """If nobody ever sets the key, wait and get end with an error: after 5 minutes, or as you say.
+    Give a time: a process that waits for one that has died should say so soon."""
+    if me.rank == 0:
+        start, message = time.perf_counter(), None
+        try:
+            store.wait(["nobody sets this"], timedelta(seconds=0.5))
+        except dist.DistStoreError as error:
+            message = first_line(error)
+        me.say(f"after {time.perf_counter() - start:.2f} s: DistStoreError: {message}")
+        expect("nobody sets this" in (message or ""), True)
+
+
+def keys(store, me):
+    """check asks without waiting; num_keys counts the keys of the whole server; delete_key."""
+    if me.rank == 0:
+        before = store.num_keys()
+        store.set("key", "value")
+        after = store.num_keys()
+        there, both = store.check(["key"]), store.check(["key", "another"])
+        me.say(f'after set("key", ...): num_keys {before} -> {after}, check(["key"]) {there},'
+               f' check(["key", "another"]) {both}')
+        deleted, again = store.delete_key("key"), store.delete_key("key")
+        me.say(f"delete_key: {deleted}, a second time: {again}, num_keys {store.num_keys()}")
+        expect((after - before, there, both, deleted, again), (1, True, False, True, False))
+        expect(store.num_keys(), before)
+
+
+def add(store, me):
+    """An atomic counter: all processes add to it at once, and nothing is lost. A get followed by a
+    set is not atomic: what another process wrote in between is overwritten."""
+    if me.rank == 0:
+        store.set("careless", "0")
+    wait_for_all(store, me)
+    for _ in range(300):
+        store.add("atomic", 1)
+    for _ in range(300):
+        store.set("careless", str(int(store.get("careless")) + 1))
+    wait_for_all(store, me)
+    if me.rank == 0:
+        total = 300 * me.world_size
+        atomic, careless = store.add("atomic", 0), int(store.get("careless"))
+        me.say(f"{me.world_size} processes count to 300 each: add gives {atomic} of {total},"
+               f" get and set {careless}")
+        expect(atomic, total)
+
+
+def values_are_bytes(store, me):
+    """Values come back as bytes, numbers as decimal text. add on a key that holds other text ends
+    the connection: all later calls on it fail. So try that on a connection of its own, as here."""
+    if me.rank == 0:
+        store.set("text", "two")
+        store.add("number", 2)
+        values = store.get("text"), store.get("number")
+        me.say(f'get("text") {values[0]}, get("number") {values[1]}')
+        expect(values, (b"two", b"2"))
+        throwaway, messages = store.clone(), []
+        for call in (lambda: throwaway.add("text", 1), lambda: throwaway.get("number")):
+            try:
+                call()
+            except dist.DistNetworkError as error:
+                messages.append(first_line(error))
+        me.say(f'add("text", 1): {messages[0]}')
+        me.say(f"{len(messages)} of 2 calls on that connection failed; this one still gets"
+               f" {store.get('number')}")
+        expect(len(messages), 2)
+
+
+def append_and_multi(store, me):
+    """append adds to the end of a value; multi_set and multi_get take many keys in one trip."""
+    store.append("log", f"{me.rank} ")
+    store.multi_set([f"host/{me.rank}", f"pid/{me.rank}"], [socket.gethostname(), str(os.getpid())])
+    wait_for_all(store, me)
+    if me.rank == 0:
+        order = store.get("log")
+        me.say(f"the ranks in the order in which they came: {order}")
+        expect(sorted(map(int, order.split())), list(range(me.world_size)))
+        pids = store.multi_get([f"pid/{rank}" for rank in range(me.world_size)])
+        me.say(f"their process ids, with one multi_get: {pids}")
+        expect((len(set(pids)), pids[0]), (me.world_size, str(os.getpid()).encode()))
+
+
+def queue(store, me):
+    """First in, first out, and each entry goes to one process. Take block=False, as here: a pop
+    that waits can be overtaken by another process, and fails like this one."""
+    if me.rank == 0:
+        for number in (1, 2, 3):
+            store.queue_push("numbers", str(number))
+        length = store.queue_len("numbers")
+        popped = [store.queue_pop("numbers") for _ in range(length)]
+        me.say(f"{length} pushed, popped {popped}")
+        expect(popped, [b"1", b"2", b"3"])
+        try:
+            store.queue_pop("numbers", block=False)
+        except dist.QueueEmptyError as error:
+            me.say(f"one more, with block=False: QueueEmptyError: {error}")
+        else:
+            raise RuntimeError("an empty queue gave an entry")
+
+
+def prefix_store(store, me):
+    """Two jobs on one server, each with a prefix of its own for its keys: they never meet."""
+    job_a, job_b = dist.PrefixStore("job a", store), dist.PrefixStore("job b", store)
+    if me.rank == 0:
+        job_a.set("epoch", "7")
+        job_b.set("epoch", "40")
+    got = job_a.get("epoch"), job_b.get("epoch"), store.get("job a/epoch")
+    expect(got, (b"7", b"40", b"7"))
+    if me.rank == 0:
+        me.say(f'get("epoch"): job a {got[0]}, job b {got[1]}; on the server "job a/epoch" is'
+               f" {got[2]}")
+
+
+# What is built from it.
+
+
+def elect_leader(store, me):
+    """compare_set writes only if the key still has the value that you expect, and returns what is
+    there now. All try to be first, one succeeds, and every process learns who."""
+    # An empty expectation means: the key must not exist yet.
+    leader = int(store.compare_set("leader", "", str(me.rank)))
+    me.say(f"the leader is rank {leader}{', that is me' if leader == me.rank else ''}")
+    store.set(f"vote/{me.rank}", str(leader))
+    votes = store.multi_get([f"vote/{rank}" for rank in range(me.world_size)])
+    expect(set(votes), {str(leader).encode()})
+
+
+def wait_for_all(store, me, key="barrier"):
+    """A barrier that can be used again and again, with one key: nobody goes on before all came."""
+    # Each use has a gate of its own. If it were one key for all uses, it would stay open after the
+    # first, and from then on nobody would wait.
+    ticket = store.add(f"{key}/tickets", 1)  # 1, 2, 3 ... over all uses
+    use = (ticket - 1) // me.world_size
+    if ticket % me.world_size == 0:  # the last one to come opens the gate
+        store.set(f"{key}/gate {use}", "open")
+        store.delete_key(f"{key}/gate {use - 1}")  # all are here, so nobody waits there any more
+    store.wait([f"{key}/gate {use}"])
+
+
+def barrier_100_times(store, me):
+    """The barrier that stands between all lessons here, ten lines of add, set and wait, 100 times.
+    Each process counts itself before it; after it, the count must be complete."""
+    early = 0
+    for use in range(100):
+        store.add(f"count {use}", 1)
+        wait_for_all(store, me, "gates")
+        early += store.add(f"count {use}", 0) != me.world_size
+    me.say(f"100 times through the barrier, {early} times too early")
+    expect(early, 0)
+    wait_for_all(store, me)
+    expect(store.check(["gates/gate 99"]) and not store.check(["gates/gate 98"]), True)
+
+
+def beat(store, name, finished):
+    """Count up a key of one's own ten times a second: a sign of life, and no more."""
+    # On a connection of its own, a clone: one connection does one call at a time, so that a get
+    # which waits would hold the heartbeat up.
+    while not finished.wait(0.1):
+        store.add(f"beat/{name}", 1)
+
+
+def is_alive(store, name, patience=1.5):
+    """Return whether the heartbeat of that name changes within patience seconds."""
+    # A count and not a time of day: the clocks of two machines need not agree.
+    before, deadline = store.add(f"beat/{name}", 0), time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if store.add(f"beat/{name}", 0) != before:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def run_visitor(host, port):
+    """A process that takes a task, and works on it until it is killed."""
+    # Its connection waits longer: the players may come late.
+    store = dist.PrefixStore("work_queue", connect(host, port, timeout=timedelta(minutes=2)))
+    threading.Thread(
+        target=beat, args=(store.clone(), "visitor", threading.Event()), daemon=True).start()
+    task = take_task(store)
+    while task is None:
+        time.sleep(0.02)
+        task = take_task(store)
+    store.set(f"owner/{task}", "visitor")
+    store.multi_set(["visitor's pid", "visitor's task"], [str(os.getpid()), task])
+    store.wait(["the end of the task"])  # never comes; ends with an error when the server is gone
+
+
+def work_queue(store, me):
+    """20 tasks, each done once, while workers come and go: rank 1 leaves after three of them, the
+    last rank comes late, and a visitor is killed with a task in its hands. Heartbeats tell."""
+    tasks, name, finished = [str(task) for task in range(20)], f"rank {me.rank}", threading.Event()
+    heart = threading.Thread(target=beat, args=(store.clone(), name, finished), daemon=True)
+    heart.start()
+    if me.rank == 0:
+        for task in tasks:
+            store.queue_push("tasks", task)
+        pid, task = store.multi_get(["visitor's pid", "visitor's task"])
+        alive = is_alive(store, "visitor")
+        me.say(f"the visitor, pid {int(pid)}, has task {int(task)}; heartbeat: {alive}")
+        expect(alive, True)
+        os.kill(int(pid), signal.SIGKILL)
+        me.say("the visitor is killed")
+    store.wait(["visitor's task"])
+    while me.rank == me.world_size - 1 > 1 and store.add("done", 0) < 5:
+        time.sleep(0.02)
+    mine = []
+    while store.add("done", 0) < len(tasks) and not (me.rank == 1 and len(mine) == 3):
+        task = take_task(store)
+        if task is None:
+            if me.rank == 0:
+                requeue_lost_tasks(store, me, tasks)
+            time.sleep(0.02)
+            continue
+        store.set(f"owner/{task}", name)
+        time.sleep(0.02)  # the work
+        # Who is only slow may have been taken for dead, and its task done by another: one counts.
+        if store.compare_set(f"done by/{task}", "", name).decode() == name:
+            mine.append(task)
+            store.add("done", 1)
+    me.say(f"did {len(mine)}: {' '.join(mine)}")
+    store.set(f"tasks of {me.rank}", " ".join(mine))
+    finished.set()
+    heart.join()
+    if me.rank == 0:
+        done = b" ".join(store.multi_get([f"tasks of {rank}" for rank in range(me.world_size)]))
+        expect(sorted(map(int, done.split())), list(range(len(tasks))))
+        me.say(f"together {len(done.split())} tasks of {len(tasks)}, each of them once")
+
+
+def take_task(store):
+    """Return a task from the queue, or None while it is empty."""
+    # Not a pop that waits: it waits, and then pops, and in between another process can be faster.
+    # With torch 2.15 it was also seen to leave an answer behind on its connection, so that the next
+    # wait there, for a key that nobody had set, returned at once.
+    try:
+        return store.queue_pop("tasks", block=False).decode()
+    except dist.QueueEmptyError:
+        return None
+
+
+def requeue_lost_tasks(store, me, tasks):
+    """Push the tasks again that were taken by a process without a heartbeat."""
+    for task in tasks:
+        if store.check([f"owner/{task}"]) and not store.check([f"done by/{task}"]):
+            owner = store.get(f"owner/{task}").decode()
+            if not is_alive(store, owner):
+                me.say(f"no heartbeat of {owner}: its task {task} goes back to the queue")
+                store.delete_key(f"owner/{task}")
+                store.queue_push("tasks", task)
+
+
+def process_groups(store, me):
+    """From a store to a process group: four ways, each followed by one all_reduce. torchrun sets
+    the four variables of env://, and has the server; the other three are for your own launcher."""
+    for way in ("env://", "tcp://", "file://", "store="):
+        own, server, folder = dist.PrefixStore(way, store), None, None
+        if me.rank == 0:
+            server, folder = host_store(me.host, 0), tempfile.TemporaryDirectory()
+            own.multi_set(["port", "folder"], [str(server.port), folder.name])
+        port, path = int(own.get("port")), own.get("folder").decode()
+        own.add("sees the folder", int(os.path.isdir(path)))
+        wait_for_all(own, me)
+        numbers = {"rank": me.rank, "world_size": me.world_size}
+        if way == "env://":
+            os.environ.update(MASTER_ADDR=me.host, MASTER_PORT=str(port),
+                              RANK=str(me.rank), WORLD_SIZE=str(me.world_size))
+            arguments = {"init_method": "env://"}
+        elif way == "tcp://":
+            arguments = {"init_method": f"tcp://{me.host}:{port}", **numbers}
+        elif way == "file://":  # a new file for every job: an old one holds old addresses
+            arguments = {"init_method": f"file://{path}/meeting-point", **numbers}
+        else:
+            arguments = {"store": server or connect(me.host, port), **numbers}
+        if way == "file://" and own.add("sees the folder", 0) < me.world_size:
+            arguments = None  # another machine, and no folder in common
+            me.say("file://: left out, as not every process sees the same folder")
+        if arguments:
+            dist.init_process_group("gloo", timeout=TIMEOUT, **arguments)
+            total = torch.tensor(dist.get_rank() + 1)
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+            expect(total.item(), me.world_size * (me.world_size + 1) // 2)
+            if me.rank == 0:
+                me.say(f"{arguments.get('init_method', 'store=TCPStore(...)')}: all_reduce of 1 to"
+                       f" {me.world_size} gives {total}")
+        wait_for_all(own, me)  # before rank 0 ends the server and removes the folder
+
+
+def server_ends_first(store, me):
+    """When the process with the server ends, all others get an error, also those that wait. So the
+    right end: the others say goodbye, and the server's process leaves last."""
+    server = None
+    if me.rank == 0:
+        server = host_store(me.host, 0)  # a second one, to end it
+        store.set("port", str(server.port))
+    else:
+        other = connect(me.host, int(store.get("port")))
+    wait_for_all(store, me)
+    del server  # stops the server in rank 0
+    wait_for_all(store, me)
+    if me.rank != 0:
+        message = None
+        try:
+            other.get("anything")
+        except dist.DistNetworkError as error:
+            message = first_line(error)
+        me.say(f"DistNetworkError: {message}")
+        expect(message is not None, True)
+
+
+def first_line(error):
+    return textwrap.shorten(str(error).strip().partition("\n")[0], 66, placeholder=" ...")
+
+
+LESSONS = (set_get, wait_timeout, keys, add, values_are_bytes, append_and_multi, queue,
+           prefix_store, elect_leader, barrier_100_times, work_queue, process_groups,
+           server_ends_first)
+
+
+def play(store, me):
+    """Go through the lessons, all processes together; rank 0 leaves last."""
+    for lesson in LESSONS:
+        if me.rank == 0:
+            for line in [f"== {lesson.__name__}", *inspect.getdoc(lesson).splitlines()]:
+                me.say(line)
+        wait_for_all(store, me)
+        lesson(dist.PrefixStore(lesson.__name__, store), me)
+        wait_for_all(store, me)
+    # A barrier alone would not do for the end: rank 0, through first, could take the server away
+    # while another still waits for the answer to its last call. So each counts itself as its very
+    # last call, and rank 0 looks at the count until it is complete.
+    if me.rank != 0:
+        store.add("goodbye", 1)
+        return
+    while store.add("goodbye", 0) < me.world_size - 1:
+        time.sleep(0.01)
+    me.say(f"{len(LESSONS)} lessons, all checks passed on {me.world_size} processes;"
+           f" {me.world_size - 1} said goodbye before the server ended")
+
+
+def run_client(host, port):
+    """Join the server at that address: the order in which clients come gives them their ranks."""
+    store = connect(host, port)
+    rank, world_size = store.add("ranks", 1), int(store.get("world size"))
+    if rank >= world_size:
+        stop(f"the server at {host}, port {port}, has its {world_size} processes already: start it"
+             " with a larger --nprocs", status=1)
+    me = Member(rank, world_size, host)
+    me.say(f"pid {os.getpid()}, connected to {host}, port {port}")
+    play(store, me)
+
+
+def run_server(host, port, world_size, own_clients):
+    """Host the store, take part as rank 0, and start what belongs to this process."""
+    store, me = host_store(host, port), Member(0, world_size, host)
+    store.set("world size", str(world_size))
+    # spawn: a fork would copy this process without the threads that the store needs.
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=guarded, args=(run_client, host, store.port), daemon=True)
+                for _ in range(world_size - 1 if own_clients else 0)]
+    guest = context.Process(target=guarded, args=(run_visitor, host, store.port), daemon=True)
+    for process in [*children, guest]:
+        process.start()
+    me.say(f"pid {os.getpid()}, serves at {host}, port {store.port}")
+    if not own_clients:
+        me.say(f"waits for {world_size - 1} of: python 05_tcpstore.py --role client"
+               f" --host {host} --port {store.port}")
+    deadline = time.monotonic() + JOIN_SECONDS
+    while (came := store.add("ranks", 0)) < world_size - 1:
+        if time.monotonic() > deadline or any(child.exitcode for child in children):
+            stop(f"{came} of {world_size - 1} clients came within {JOIN_SECONDS} s", status=1)
+        time.sleep(0.05)
+    play(store, me)
+    for child in children:
+        child.join()
+    if any(child.exitcode for child in children):
+        stop("a client failed after its last lesson", status=1)
+
+
+def guarded(function, *arguments):
+    """Call function; a lost connection or an interrupt ends the process with one line."""
+    try:
+        function(*arguments)
+    except dist.DistError as error:
+        stop(f"pid {os.getpid()}: another process has ended, or is stuck ({first_line(error)})",
+             status=1)
+    except KeyboardInterrupt:
+        stop(f"pid {os.getpid()}: interrupted", status=130)
+
+
+def stop(message, status=2):
+    """End this process with one line and no traceback: for what the caller can mend."""
+    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
+    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def main():
+    args = parse_args()
+    if "LOCAL_RANK" in os.environ:
+        stop("this script starts its processes itself: run it with python, not with torchrun")
+    if args.role == "client":
+        guarded(run_client, args.host, args.port)
+    else:
+        guarded(run_server, args.host, args.port, args.nprocs, args.role is None)
+
+
+def parse_args():
+    def number(text):
+        if not text.isdecimal() or not 0 <= int(text) < 65536:
+            raise argparse.ArgumentTypeError(f"must be a whole number below 65536, not {text!r}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("--nprocs", type=number, help="default: 3; with --role server 2")
+    parser.add_argument("--role", choices=("server", "client"), help="default: start all processes")
+    parser.add_argument("--host", default="127.0.0.1", help="the server's address")
+    parser.add_argument("--port", type=number, default=0, help="the server's; default: a free one")
+    args = parser.parse_args()
+    if args.role == "client" and (args.port == 0 or args.nprocs is not None):
+        stop("--role client needs the --port that the server printed, and no --nprocs")
+    if args.nprocs is None:
+        args.nprocs = 2 if args.role else 3
+    if not 2 <= args.nprocs <= 64:
+        stop(f"--nprocs {args.nprocs}: give 2 to 64; a single process has nobody to find")
+    return args
+
+
+if __name__ == "__main__":
+    main()

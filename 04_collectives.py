@@ -165,7 +165,8 @@ def barrier(rank, world_size, device):
 
 def monitored_barrier(rank, world_size, device):
     """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it; a
-    Gloo group can stand beside NCCL's. (torch reports it too, in lines of its own, marked E.)"""
+    Gloo group can stand beside NCCL's. (torch reports it too, in lines of its own, marked
+    E.)"""
     group = dist.new_group(backend="gloo")
     reason = "stays away"
     if rank != world_size - 1:
@@ -275,16 +276,16 @@ def objects(rank, world_size, device):
     settings = [{"lr": 0.03}] if rank == 0 else [None]
     received, everyone = settings.copy(), [None] * world_size
     dist.broadcast_object_list(received, src=0)
-    dist.all_gather_object(everyone, f"from {rank}")
+    dist.all_gather_object(everyone, f"of {rank}")
     table({"before": settings, "broadcast_object_list": received, "all_gather_object": everyone})
-    if received != [{"lr": 0.03}] or everyone != [f"from {r}" for r in range(world_size)]:
+    if received != [{"lr": 0.03}] or everyone != [f"of {r}" for r in range(world_size)]:
         raise RuntimeError("other objects arrived than were sent")
 
 
 def ring(rank, world_size, device):
     """The all_reduce by hand. Every rank sends to the next one only, so that all links are
-    equally busy. First the chunks go round and are summed up, as in reduce_scatter; then each
-    rank owns a finished chunk, and those go round, as in all_gather."""
+    equally busy. First the chunks go round and are summed up, as in reduce_scatter; then
+    each rank owns a finished chunk, and those go round, as in all_gather."""
     tensor = tensor_of(rank, device, length=world_size)  # chunks of one number each
     steps = [tensor.clone()]
     ring_all_reduce(tensor, steps)
@@ -466,7 +467,8 @@ def benchmark(names, device):
             seconds = measure(call, device)
             algbw = nbytes / seconds / 1e9
             label = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
-            log(f"{label:>10} {1000 * seconds:11.3f} ms {algbw:9.3f} GB/s {algbw * factor:9.3f} GB/s")
+            log(f"{label:>10} {1000 * seconds:11.3f} ms {algbw:9.3f} GB/s"
+                f" {algbw * factor:9.3f} GB/s")
 
 
 def bus_factor(name):

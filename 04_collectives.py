@@ -442,6 +442,8 @@ def show_sections(names, device):
                 raise
             lacking.append(name)
             log(f"  {dist.get_backend()} lacks it: {str(error).strip().partition(chr(10))[0]}")
+    # Rank 0 may speak for all only when all have come here: one that failed a check never does.
+    dist.all_gather_object([None] * dist.get_world_size(), None)
     missing = f"; lacking here: {', '.join(lacking)}" if lacking else ""
     log(f"{len(names) - len(lacking)} of {len(names)} sections passed their checks"
         f" on {dist.get_world_size()} ranks{missing}")

@@ -63,12 +63,10 @@ def host_store(host, port):
     """Start the server in this process, on this address only; return a store connected to it."""
     try:
         listener = socket.create_server((host, port))
-    except socket.gaierror as error:
-        stop(f"--host {host} does not resolve ({error.strerror}): give an address of this machine",
-             status=1)
     except OSError as error:
-        stop(f"cannot listen on {host}, port {port} ({error.strerror}): choose another --port (0"
-             " for a free one), or an address of this machine", status=1)
+        reason = error.strerror.partition(" (")[0]
+        stop(f"cannot listen on {host}, port {port} ({reason}): choose another --port, or leave it"
+             " out for a free one; --host must be an address of this machine", status=1)
     # By itself a TCPStore listens on all addresses of the machine, whatever host says: hence a
     # socket of our own. Port 0 became a free one. multi_tenant: init_process_group may use this
     # server too. wait_for_workers: would wait here until world_size clients have come.
@@ -100,7 +98,7 @@ def connect(host, port, timeout=TIMEOUT, patience=10):
 
     # TCPStore waits for the greeting of the server without any limit, and some other program at
     # that port would never send it.
-    watchdog = threading.Timer(patience, give_up)
+    watchdog = threading.Timer(2 * patience, give_up)
     watchdog.start()
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -8,6 +8,7 @@ import torch
 
 def pytest_addoption(parser):
     parser.addoption("--rounds", type=int, default=10, help="repetitions of the launch tests")
+    parser.addoption("--write-transcripts", action="store_true", help="write transcripts/ anew")
 
 
 @pytest.fixture

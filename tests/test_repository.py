@@ -18,9 +18,13 @@ OWN = {"main", "parse_args", "worker"}  # each script tells its own story there
 INSTALLS = "installs the packages: .ci/run runs it, in a fresh virtual environment"
 GPU = "needs a GPU; the same script runs on the CPU in these tests"
 NETWORK = "needs the network; test_download_mnist.py runs it against a mirror on this machine"
+TWO_TERMINALS = "needs its other half: test_05_tcpstore.py runs both, on a free port"
 NOT_RUN = {
     "python 01_single_node_multi_gpu.py 50 10": GPU,
     "torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10": GPU,
+    "torchrun --standalone --nproc-per-node=gpu 04_collectives.py": GPU,
+    "python 05_tcpstore.py --role server --port 29605": TWO_TERMINALS,
+    "python 05_tcpstore.py --role client --port 29605": TWO_TERMINALS,
     "python download_mnist.py": NETWORK,
     "python download_mnist.py --data-dir /mnt/digits": NETWORK,
     "python download_mnist.py --mirror http://localhost:8000/mnist": NETWORK,
@@ -29,6 +33,14 @@ NOT_RUN = {
     "pip install -r requirements.txt": INSTALLS,
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
+}
+# What a command of each script ends with, and with which status 0 would be worth nothing.
+PROOFS = {
+    "01_single_node_multi_gpu.py": r"replicas identical on 2 ranks: max \|difference\| 0",
+    "02_torchrun_elastic.py": r"replicas identical on 2 ranks: max \|difference\| 0",
+    "04_collectives.py": r"(18 of 18|2 of 2) sections passed their checks on 4 ranks"
+    r"| +64 MiB .* GB/s",
+    "05_tcpstore.py": r"13 lessons, all checks passed on 3 processes; 2 said goodbye .*",
 }
 MAIN_JOB = (
     "torchrun --standalone --nproc-per-node=2 --max-restarts=3"
@@ -60,6 +72,11 @@ def commands_shown():
 
 
 SHOWN = commands_shown()
+# {file: command}: what a command printed. pytest -m long --write-transcripts writes them anew.
+TRANSCRIPTS = {
+    path: path.read_text().partition("\n")[0].removeprefix("$ ")
+    for path in sorted((ROOT / "transcripts").glob("*.txt"))
+}
 
 
 def run_command(command, folder):
@@ -78,15 +95,34 @@ def test_every_command_is_run_or_has_its_reason():
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", sorted(set(SHOWN) - set(NOT_RUN) - {MAIN_JOB}))
-def test_a_command_that_is_shown(tmp_path, command):
+def test_a_command_that_is_shown(tmp_path, command, request):
     result = run_command(command, tmp_path)
     assert result.status == 0, result.output
-    assert "replicas identical on 2 ranks: max |difference| 0" in result.lines(0)
+    [script] = [word for word in command.split() if word.endswith(".py")]
+    assert any(re.fullmatch(PROOFS[script], line) for line in result.lines(0)), result.output
+    if transcript := next((path for path, first in TRANSCRIPTS.items() if first == command), None):
+        printed = [line for line in result.output.splitlines() if line.startswith("[rank ")]
+        if request.config.getoption("--write-transcripts"):
+            transcript.write_text("\n".join([f"$ {command}", *printed, ""]))
+        assert masked(printed) == masked(transcript.read_text().splitlines()[1:])
 
 
 def masked(lines):
-    """Lines of the ranks, sorted, with numbers and the width of their columns masked."""
-    return sorted(re.sub(r" *(\b[0-9a-f]{12}\b|(\d+\.)?\d+)", "#", line) for line in lines)
+    """Lines of the ranks, sorted, with numbers and the width of their columns masked.
+
+    Several numbers in a row count as one: how many tasks a process did, say, differs by chance.
+    """
+    masks = {r"\b[0-9a-f]{12}\b": "#", r"/tmp/\w+": "FOLDER", r" *(\d+\.)?\d+": "#", "#+": "#"}
+    for pattern, mask in masks.items():
+        lines = [re.sub(pattern, mask, line) for line in lines]
+    return sorted(lines)
+
+
+def test_every_script_has_a_transcript():
+    shown_in = {path.stem: command for path, command in TRANSCRIPTS.items()}
+    assert sorted(shown_in) == [path.stem for path in SCRIPTS]
+    for stem, command in shown_in.items():
+        assert f"{stem}.py" in command and command in set(SHOWN) - set(NOT_RUN), command
 
 
 def test_the_main_job_prints_what_the_readme_shows(tmp_path):

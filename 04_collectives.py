@@ -1,9 +1,9 @@
-"""What DistributedDataParallel is made of: every way in which ranks exchange tensors, on screen.
+"""How ranks exchange tensors: the operations under DistributedDataParallel and its relatives.
 
-    torchrun --standalone --nproc-per-node=4 04_collectives.py            # CPU, 4 processes
-    torchrun --standalone --nproc-per-node=gpu 04_collectives.py          # one a GPU, from 2 up
+    torchrun --standalone --nproc-per-node=4 04_collectives.py          # CPU, 4 processes
+    torchrun --standalone --nproc-per-node=gpu 04_collectives.py        # a process a GPU, 2 or more
     torchrun --standalone --nproc-per-node=4 04_collectives.py --only ring ddp
-    torchrun --standalone --nproc-per-node=4 04_collectives.py --bench    # how fast is each?
+    torchrun --standalone --nproc-per-node=4 04_collectives.py --bench  # how fast is each?
 
 Each section says what an operation is for, shows every rank's tensor before and after, and checks
 the result. Rank r begins with [10 r + 1, 10 r + 2], so that you see where a number comes from:
@@ -15,8 +15,8 @@ the result. Rank r begins with [10 r + 1, 10 r + 2], so that you see where a num
     [rank 0/4]   rank 2   [21 22 23 24]   [72]        [64 68 72 76]
     [rank 0/4]   rank 3   [31 32 33 34]   [76]        [64 68 72 76]
 
-At the end stand two things built from these, by hand: the ring that all_reduce runs on large
-tensors, and a DDP that sends gradients while the backward pass still computes.
+At the end stand two things built from these, by hand: a ring, one of the ways in which all_reduce
+sums large tensors, and a DDP that sends gradients while the backward pass still computes.
 
 New here: collectives (every rank of the group has to make the same call, or the others wait), point
 to point, async_op, groups. Next: 05_tcpstore.py, how ranks find each other in the first place.
@@ -42,7 +42,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing import assert_close
 
-TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others; the default is 10 to 30
+TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others; the default is 10 to 30,
+# and it is the default again in every new_group that is not given one
 
 
 def tensor_of(rank, device, length=2):
@@ -150,6 +151,7 @@ def all_to_all(rank, world_size, device):
 def barrier(rank, world_size, device):
     """Nobody goes on before all have come: rank 0 prepares the data, say, and the others wait.
     Rarely needed: a collective that brings a result from all ranks waits for them anyway."""
+    # A barrier waits no longer than the timeout: a long preparation needs a longer one.
     time.sleep(0.1 * rank)  # each rank comes a little later than the one before
     came = time.time()
     dist.barrier()
@@ -164,18 +166,19 @@ def barrier(rank, world_size, device):
 
 
 def monitored_barrier(rank, world_size, device):
-    """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it; a
-    Gloo group can stand beside NCCL's. (torch reports it too, in lines of its own, marked
-    E.)"""
-    group = dist.new_group(backend="gloo")
+    """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it,
+    and a Gloo group can stand beside NCCL's. (On stderr, torch itself prints the error
+    too.)"""
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     reason = "stays away"
+    dist.barrier()  # so that nobody else is late
     if rank != world_size - 1:
         try:
-            dist.monitored_barrier(group, timeout=timedelta(seconds=0.5))
+            dist.monitored_barrier(group, timeout=timedelta(seconds=1))
             reason = "no error"
         except RuntimeError as error:
             reason = re.sub(r"^\[Rank \d+\]: ", "", str(error).strip().partition("\n")[0])
-    log(f"  rank 0 after half a second: {reason}")
+    log(f"  rank 0 after a second: {reason}")
     if rank == 0 and not reason.startswith(f"Rank {world_size - 1} failed"):
         raise RuntimeError(f"monitored_barrier did not name rank {world_size - 1}: {reason}")
 
@@ -184,7 +187,8 @@ def monitored_barrier(rank, world_size, device):
 
 
 def send_recv(rank, world_size, device):
-    """Rank 0 sends, rank 1 receives; each call returns when its part is done."""
+    """Rank 0 sends, rank 1 receives. Each call returns when its part is done; with NCCL, when
+    the GPU has it in its queue."""
     tensor = tensor_of(rank, device)
     before = tensor.clone()
     # The deadlock: had both ranks a send first, each would wait for the other's recv. With Gloo
@@ -206,7 +210,7 @@ def isend_irecv(rank, world_size, device):
         work = [dist.isend(tensor, dst=1), dist.irecv(received, src=1)]
     elif rank == 1:
         work = [dist.irecv(received, src=0), dist.isend(tensor, dst=0)]
-    # Here a rank may do anything but write to a tensor on its way out, or read one on its way in.
+    # Until wait(): do not write to the tensor on its way out, nor touch the one on its way in.
     for one in work:
         one.wait()
     table({"before": tensor, "received": received})
@@ -225,8 +229,8 @@ def batch_isend_irecv(rank, world_size, device):
 def exchange(outgoing, incoming):
     """Send a tensor to the next rank on the ring, and receive one from the rank before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # An isend and an irecv of their own would do with Gloo. With NCCL each waits for its turn in
-    # one queue: on two ranks, both would hold a send there that waits for the other's receive.
+    # With Gloo, an isend and an irecv of their own would do. With NCCL the two can stand in one
+    # queue: every rank would hold a send there that waits for a receive queued behind a send.
     for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
             dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
@@ -237,8 +241,9 @@ def exchange(outgoing, incoming):
 
 
 def async_op(rank, world_size, device):
-    """With async_op=True a collective returns at once and runs while the rank computes.
-    Read its tensor before wait(), and you get old numbers, new ones or a mixture: no error."""
+    """With async_op=True a collective runs while the rank computes. Before wait() its tensor
+    holds old numbers, new ones or a mixture: no error tells. (NCCL's calls all return at
+    once, and its wait() holds up the GPU's queue, not the CPU.)"""
     tensor = tensor_of(rank, device).repeat(500_000)  # 4 MB, so that it takes a while
     before, matrix, products = tensor[:2].clone(), torch.eye(128, device=device), 0
     work = dist.all_reduce(tensor, async_op=True)
@@ -256,9 +261,10 @@ def async_op(rank, world_size, device):
 def groups(rank, world_size, device):
     """Some ranks talk among themselves: data, tensor and pipeline parallelism in one job are
     groups. There a rank has a second number; src and dst mean global ranks even so."""
-    # Every rank makes every group, in the same order, also those that it is not in: one that
-    # skipped a call would leave the others waiting.
-    even, odd = (dist.new_group(list(range(first, world_size, 2))) for first in (0, 1))
+    # Every rank makes every group, in the same order, also those that it is not in. Groups are
+    # numbered as they are made: where one call was skipped, another group hangs.
+    even, odd = (dist.new_group(list(range(first, world_size, 2)), timeout=TIMEOUT)
+                 for first in (0, 1))
     group = odd if rank % 2 else even
     members = dist.get_process_group_ranks(group)
     total, from_first = tensor_of(rank, device), tensor_of(rank, device)
@@ -357,19 +363,28 @@ def ddp(rank, world_size, device):
     if not off < 1e-5 < own_off:
         raise RuntimeError("the gradients by hand are not those of DistributedDataParallel")
 
-    ours.zero_grad()
-    loss = mse_loss(ours(batch), target)
+    show_overlap(ours, batch, target)
+
+
+def show_overlap(model, batch, target):
+    """Log when the all_reduces of one backward pass start, as rank 0's CPU sees it."""
+    model.zero_grad()
+    loss = mse_loss(model(batch), target)
     start = time.perf_counter()
     loss.backward()
-    end, back = time.perf_counter(), sum(work.is_completed() for work, _, _ in ours.pending)
-    ours.wait()  # optimizer.step() would come after this
-    log("  a second backward pass, as rank 0 sees it:")
-    for index, (moment, missing) in enumerate(ours.started):
+    end, back = time.perf_counter(), sum(work.is_completed() for work, _, _ in model.pending)
+    model.wait()  # optimizer.step() would come after this
+    if batch.is_cuda:
+        torch.cuda.synchronize()
+    waited = time.perf_counter()
+    on_gpu = "; the GPU itself does each a little later" if batch.is_cuda else ""
+    log(f"  a second backward pass, as the CPU of rank 0 sees it{on_gpu}:")
+    for index, (moment, missing) in enumerate(model.started):
         log(f"    {1000 * (moment - start):6.2f} ms  bucket {index} is complete, its all_reduce"
             f" starts; gradients still to come: {missing}")
     log(f"    {1000 * (end - start):6.2f} ms  backward ends; buckets back by now: {back}")
-    log(f"    {1000 * (time.perf_counter() - start):6.2f} ms  wait() returns: all of them are back")
-    if ours.started[0][1] == 0:
+    log(f"    {1000 * (waited - start):6.2f} ms  after wait(): all of them are back")
+    if model.started[0][1] == 0:
         raise RuntimeError("no all_reduce started before the last gradient had come")
 
 
@@ -377,8 +392,9 @@ class BucketedDDP(nn.Module):
     """Average the gradients of a module over all ranks, in buckets, while backward still runs.
 
     module: with its parameters on their device. bucket_bytes: a bucket is full from here on.
-    After every backward(), and before the optimizer's step, call wait(). What DDP does beyond this:
-    parameters without a gradient, gradients that stay in the buckets, more than one forward.
+    After every backward(), and before the optimizer's step, call wait(); it raises RuntimeError if
+    some parameter got no gradient. What DDP does beyond this: such parameters, gradients that stay
+    in the buckets, buffers (of BatchNorm), several backward passes before a step.
     Source: Li et al., PyTorch Distributed, VLDB 2020.
     """
 
@@ -416,6 +432,8 @@ class BucketedDDP(nn.Module):
             self.started.append((time.perf_counter(), sum(self.missing)))
 
     def wait(self):
+        if any(self.missing):  # some bucket was never sent: the replicas would silently drift apart
+            raise RuntimeError("not every parameter got one gradient since the last forward")
         for work, flat, bucket in self.pending:
             work.wait()
             for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):

@@ -4,9 +4,10 @@
     python 05_tcpstore.py --role server --port 29605      # the same in two terminals: here first
     python 05_tcpstore.py --role client --port 29605      # and here second
 
-On two machines, give both --host, the server's address. You will see what the store can do, and
-what is built from it: a leader, a barrier, a work queue, heartbeats, a process group. Every
-init_process_group begins with such a store, in which each rank leaves its address for the others:
+On two machines, give both --host, the server's address, and set GLOO_SOCKET_IFNAME to the network
+interface (eth0, say), or Gloo may choose loopback. You will see what the store can do, and what is
+built from it: a leader, a barrier, a work queue, heartbeats, process groups. init_process_group
+begins with a store, mostly this one, in which each rank leaves its address for the others:
 
     [rank 0/3] == set_get
     [rank 0/3] What one process sets, all others can get. A get waits until the key is there.
@@ -16,9 +17,9 @@ init_process_group begins with such a store, in which each rank leaves its addre
     [rank 2/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
     [rank 1/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
 
-New here: no process group is needed for any of this but the last lesson, which makes four. rank is
-the order in which the processes came; rank 0 has the server. A TCPStore has no password: whoever
-reaches its port can read and change everything. Keep it on loopback or on a private network.
+New here: none of this needs a process group but the lesson that makes some. rank is the order in
+which the processes came; rank 0 has the server. A TCPStore has no password: whoever reaches its
+port can read and change everything. Keep it on loopback or on a private network.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 # Some lessons end a connection on purpose. torch adds twenty lines of C++ stack to each; this hides
-# them (its errors stay), and has to stand before the import.
+# them (its errors stay), and has to stand before the import. In training leave it out.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
@@ -92,8 +93,8 @@ def connect(host, port, timeout=TIMEOUT, patience=10):
             time.sleep(0.2)
 
     def give_up():
-        print(f"05_tcpstore.py: error: what listens at {host}, port {port}, is no TCPStore",
-              file=sys.stderr, flush=True)
+        print(f"05_tcpstore.py: error: what listens at {host}, port {port}, does not answer as a"
+              " TCPStore", file=sys.stderr, flush=True)
         os._exit(1)
 
     # TCPStore waits for the greeting of the server without any limit, and some other program at
@@ -143,8 +144,9 @@ def set_get(store, me):
 
 
 def wait_timeout(store, me):
-    """If nobody ever sets the key, wait and get end with an error: after 5 minutes, or as you
-    say. Give a time: a process that waits for one that has died should say so soon."""
+    """If nobody ever sets the key, wait and get end with an error, after 5 minutes. wait takes
+    another time; get uses that of the store (timeout, or set_timeout). Make it short
+    enough: a process that waits for one that has died should say so soon."""
     if me.rank == 0:
         start = time.perf_counter()
         result = outcome(store.wait, ["never set"], timedelta(seconds=0.5))
@@ -251,9 +253,11 @@ def prefix_store(store, me):
 
 
 def elect_leader(store, me):
-    """compare_set writes only if the key still has the value that you expect, and returns what
-    is there now. All try to be first, one succeeds, and every process learns who."""
-    # An empty expectation means: the key must not exist yet.
+    """compare_set writes only if the key still has the value that you expect, and returns the
+    value it has then. All try to be first, one succeeds, and every process learns who."""
+    # "" expects that the key is missing, or empty. The trap: for a missing key, any other
+    # expectation is returned as if it were there, and nothing is written. And this leader stays
+    # leader when it dies; an election that lasts needs a heartbeat as well.
     leader = int(store.compare_set("leader", "", str(me.rank)))
     me.say(f"the leader is rank {leader}{', that is me' if leader == me.rank else ''}")
     store.set(f"vote/{me.rank}", str(leader))
@@ -327,35 +331,18 @@ def work_queue(store, me):
     """20 tasks, each done once, while workers come and go: rank 1 leaves after three of them,
     the last rank comes late, and a visitor is killed with a task in its hands. Heartbeats
     tell."""
-    tasks, name, finished = [str(task) for task in range(20)], f"rank {me.rank}", threading.Event()
-    heart = threading.Thread(target=beat, args=(store.clone(), name, finished), daemon=True)
+    tasks, finished = [str(task) for task in range(20)], threading.Event()
+    heart = threading.Thread(
+        target=beat, args=(store.clone(), f"rank {me.rank}", finished), daemon=True)
     heart.start()
     if me.rank == 0:
         for task in tasks:
             store.queue_push("tasks", task)
-        pid, task = store.multi_get(["visitor's pid", "visitor's task"])
-        alive = is_alive(store, "visitor")
-        me.say(f"the visitor, pid {int(pid)}, has task {int(task)}; heartbeat: {alive}")
-        expect(alive, True)
-        os.kill(int(pid), signal.SIGKILL)
-        me.say("the visitor is killed")
+        kill_visitor(store, me)
     store.wait(["visitor's task"])
     while me.rank == me.world_size - 1 > 1 and store.add("done", 0) < 5:
         time.sleep(0.02)
-    mine = []
-    while store.add("done", 0) < len(tasks) and not (me.rank == 1 and len(mine) == 3):
-        task = take_task(store)
-        if task is None:
-            if me.rank == 0:
-                requeue_lost_tasks(store, me, tasks)
-            time.sleep(0.02)
-            continue
-        store.set(f"owner/{task}", name)
-        time.sleep(0.02)  # the work
-        # Who is only slow may have been taken for dead, and its task done by another: one counts.
-        if store.compare_set(f"done by/{task}", "", name).decode() == name:
-            mine.append(task)
-            store.add("done", 1)
+    mine = work(store, me, tasks)
     me.say(f"did {len(mine)}: {' '.join(mine)}")
     store.set(f"tasks of {me.rank}", " ".join(mine))
     finished.set()
@@ -364,6 +351,40 @@ def work_queue(store, me):
         done = b" ".join(store.multi_get([f"tasks of {rank}" for rank in range(me.world_size)]))
         expect(sorted(map(int, done.split())), list(range(len(tasks))))
         me.say(f"together {len(done.split())} tasks of {len(tasks)}, each of them once")
+
+
+def kill_visitor(store, me):
+    pid, task = store.multi_get(["visitor's pid", "visitor's task"])
+    alive = is_alive(store, "visitor")
+    me.say(f"the visitor, pid {int(pid)}, has task {int(task)}; heartbeat: {alive}")
+    expect(alive, True)
+    # Never kill just any pid from a store, in which everybody can write: this one is a child.
+    [child] = [c for c in multiprocessing.active_children() if c.pid == int(pid)]
+    child.kill()
+    me.say("the visitor is killed")
+
+
+def work(store, me, tasks):
+    """Take tasks until all are done, or three on rank 1; return those that this rank did."""
+    mine, deadline = [], time.monotonic() + TIMEOUT.total_seconds()
+    while store.add("done", 0) < len(tasks) and not (me.rank == 1 and len(mine) == 3):
+        if time.monotonic() > deadline:
+            raise RuntimeError("a task was lost")
+        task = take_task(store)
+        if task is None:
+            if me.rank == 0:
+                requeue_lost_tasks(store, me, tasks)
+            time.sleep(0.02)
+            continue
+        # Who dies between these two lines takes the task along, and no key tells. So a real queue,
+        # once it has been empty for a while, also pushes the tasks again that have no owner.
+        store.set(f"owner/{task}", f"rank {me.rank}")
+        time.sleep(0.02)  # the work
+        # Who is only slow may be taken for dead, and its task is done twice: the first time counts.
+        if store.add(f"times done/{task}", 1) == 1:
+            mine.append(task)
+            store.add("done", 1)
+    return mine
 
 
 def take_task(store):
@@ -380,10 +401,10 @@ def take_task(store):
 def requeue_lost_tasks(store, me, tasks):
     """Push the tasks again that were taken by a process without a heartbeat."""
     for task in tasks:
-        if store.check([f"owner/{task}"]) and not store.check([f"done by/{task}"]):
+        if store.check([f"owner/{task}"]) and not store.check([f"times done/{task}"]):
             owner = store.get(f"owner/{task}").decode()
             # Once more at the end: it may have finished, and left, in the meantime.
-            if not is_alive(store, owner) and not store.check([f"done by/{task}"]):
+            if not is_alive(store, owner) and not store.check([f"times done/{task}"]):
                 me.say(f"no heartbeat of {owner}: its task {task} goes back to the queue")
                 store.delete_key(f"owner/{task}")
                 store.queue_push("tasks", task)
@@ -391,31 +412,22 @@ def requeue_lost_tasks(store, me, tasks):
 
 def process_groups(store, me):
     """From a store to a process group: four ways, each followed by one all_reduce. torchrun
-    sets the four variables of env://, and has the server; the other three are for your own
-    launcher."""
+    sets the four variables of env:// and has the server; a launcher of your own may use
+    any."""
     for way in ("env://", "tcp://", "file://", "store="):
         own, server, folder = dist.PrefixStore(way, store), None, None
         if me.rank == 0:
+            # env:// and tcp:// need no server of yours: rank 0's init_process_group starts one at
+            # that port. Here it finds one (multi_tenant), which has a port that is surely free.
             server, folder = host_store(me.host, 0), tempfile.TemporaryDirectory()
             own.multi_set(["port", "folder"], [str(server.port), folder.name])
         port, path = int(own.get("port")), own.get("folder").decode()
         own.add("sees the folder", int(os.path.isdir(path)))
         wait_for_all(own, me)
-        numbers = {"rank": me.rank, "world_size": me.world_size}
-        if way == "env://":
-            os.environ.update(MASTER_ADDR=me.host, MASTER_PORT=str(port),
-                              RANK=str(me.rank), WORLD_SIZE=str(me.world_size))
-            arguments = {"init_method": "env://"}
-        elif way == "tcp://":
-            arguments = {"init_method": f"tcp://{me.host}:{port}", **numbers}
-        elif way == "file://":  # a new file for every job: an old one holds old addresses
-            arguments = {"init_method": f"file://{path}/meeting-point", **numbers}
-        else:
-            arguments = {"store": server or connect(me.host, port), **numbers}
         if way == "file://" and own.add("sees the folder", 0) < me.world_size:
-            arguments = None  # another machine, and no folder in common
             me.say("file://: left out, as not every process sees the same folder")
-        if arguments:
+        else:
+            arguments = rendezvous_arguments(way, me, port, path, server)
             dist.init_process_group("gloo", timeout=TIMEOUT, **arguments)
             total = torch.tensor(dist.get_rank() + 1)
             dist.all_reduce(total)
@@ -427,22 +439,35 @@ def process_groups(store, me):
         wait_for_all(own, me)  # before rank 0 ends the server and removes the folder
 
 
+def rendezvous_arguments(way, me, port, path, server):
+    """Return what init_process_group is given to find the others in that way."""
+    numbers = {"rank": me.rank, "world_size": me.world_size}
+    if way == "env://":
+        os.environ.update(MASTER_ADDR=me.host, MASTER_PORT=str(port),
+                          RANK=str(me.rank), WORLD_SIZE=str(me.world_size))
+        return {"init_method": "env://"}
+    if way == "tcp://":
+        return {"init_method": f"tcp://{me.host}:{port}", **numbers}
+    if way == "file://":  # a new file for every job: an old one holds old addresses
+        return {"init_method": f"file://{path}/meeting-point", **numbers}
+    return {"store": server or connect(me.host, port), **numbers}
+
+
 def server_ends_first(store, me):
-    """When the process with the server ends, all others get an error, also those that wait. So
-    the right end: the others say goodbye, and the server's process leaves last."""
-    server = None
+    """When the process with the server ends, every call of the others fails, also a get that
+    waits. So the right end: the others say goodbye, and the server's process leaves last."""
     if me.rank == 0:
         server = host_store(me.host, 0)  # a second one, to end it
         store.set("port", str(server.port))
+        for other in range(1, me.world_size):
+            server.wait([f"rank {other} is here"])
+        del server  # stops it, as the end of this process would
     else:
         other = connect(me.host, int(store.get("port")))
-    wait_for_all(store, me)
-    del server  # stops the server in rank 0
-    wait_for_all(store, me)
-    if me.rank != 0:
-        result = outcome(other.get, "anything")
-        me.say(f'get("anything"): {result}')
-        expect(result, "DistNetworkError")
+        other.set(f"rank {me.rank} is here", "")
+        waiting, later = outcome(other.get, "never set"), outcome(other.get, "never set")
+        me.say(f"get: {waiting}; a second get: {later}")
+        expect((waiting, later), ("DistNetworkError", "DistNetworkError"))
 
 
 LESSONS = (set_get, wait_timeout, keys, add, values_are_bytes, append_and_multi, queue,
@@ -465,7 +490,10 @@ def play(store, me):
     if me.rank != 0:
         store.add("goodbye", 1)
         return
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
     while store.add("goodbye", 0) < me.world_size - 1:
+        if time.monotonic() > deadline:
+            stop("a client has ended without its goodbye", status=1)
         time.sleep(0.01)
     me.say(f"{len(LESSONS)} lessons, all checks passed on {me.world_size} processes;"
            f" {me.world_size - 1} said goodbye before the server ended")
@@ -500,7 +528,9 @@ def run_server(host, port, world_size, own_clients):
                f" --host {host} --port {store.port}")
     deadline = time.monotonic() + JOIN_SECONDS
     while (came := store.add("ranks", 0)) < world_size - 1:
-        if time.monotonic() > deadline or any(child.exitcode for child in children):
+        if any(child.exitcode for child in children):
+            stop("a client ended before it had joined", status=1)
+        if time.monotonic() > deadline:
             stop(f"{came} of {world_size - 1} clients came within {JOIN_SECONDS} s", status=1)
         time.sleep(0.05)
     play(store, me)

@@ -116,7 +116,7 @@ def test_barriers(shown):
     came = [numbers(cell)[0] for cell in column(found["barrier"], "comes at")]
     left = [numbers(cell)[0] for cell in column(found["barrier"], "goes on at")]
     assert came == sorted(came) and min(left) >= max(came) > 0
-    line = f"Rank {size - 1} failed to pass monitoredBarrier in 500 ms"
+    line = f"Rank {size - 1} failed to pass monitoredBarrier in 1000 ms"
     assert found["monitored_barrier"][-1].endswith(line)
 
 
@@ -273,6 +273,13 @@ def test_functions_to_copy(tmp_path):
                 if replica is ours:
                     ours.wait()
                 optimizer.step()
+        ours(batch)
+        ours.module[2](torch.ones(4, 7)).sum().backward()  # no gradient for the first layer
+        try:
+            ours.wait()
+            raise SystemExit("wait() did not notice the missing gradients")
+        except RuntimeError as error:
+            assert "not every parameter" in str(error)
         for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
             assert (a - b).abs().max() < 1e-5, (a - b).abs().max()
         print(f"[rank {{rank}}/{{world_size}}] fine\\n", end="", flush=True)

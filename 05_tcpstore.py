@@ -328,9 +328,8 @@ def run_visitor(host, port):
 
 
 def work_queue(store, me):
-    """20 tasks, each done once, while workers come and go: rank 1 leaves after three of them,
-    the last rank comes late, and a visitor is killed with a task in its hands. Heartbeats
-    tell."""
+    """20 tasks, each done once, though workers come and go: rank 1 leaves after three, the
+    last rank comes late, and a visitor is killed with a task in its hands."""
     tasks, finished = [str(task) for task in range(20)], threading.Event()
     heart = threading.Thread(
         target=beat, args=(store.clone(), f"rank {me.rank}", finished), daemon=True)
@@ -365,7 +364,7 @@ def kill_visitor(store, me):
 
 
 def work(store, me, tasks):
-    """Take tasks until all are done, or three on rank 1; return those that this rank did."""
+    """Take tasks until all are done, or three on rank 1; return those done by this rank."""
     mine, deadline = [], time.monotonic() + TIMEOUT.total_seconds()
     while store.add("done", 0) < len(tasks) and not (me.rank == 1 and len(mine) == 3):
         if time.monotonic() > deadline:
@@ -412,8 +411,7 @@ def requeue_lost_tasks(store, me, tasks):
 
 def process_groups(store, me):
     """From a store to a process group: four ways, each followed by one all_reduce. torchrun
-    sets the four variables of env:// and has the server; a launcher of your own may use
-    any."""
+    sets the variables of env:// and has the server; your own launcher may use any."""
     for way in ("env://", "tcp://", "file://", "store="):
         own, server, folder = dist.PrefixStore(way, store), None, None
         if me.rank == 0:

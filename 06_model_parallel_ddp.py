@@ -96,7 +96,8 @@ class TwoDevices(nn.Module):
     def forward(self, x):
         # Python only queues work for a GPU, and goes on: while the second device has one micro-
         # batch, the first can have the next. With the batch in one piece (microbatches = 1), each
-        # would stand idle while the other computes.
+        # would stand idle while the other computes. All first halves before any second: a copy
+        # waits for what is queued on both GPUs, so a second half in between would hold up the next.
         between = [self.first(chunk).to(self.devices[1], non_blocking=True)
                    for chunk in x.to(self.devices[0]).tensor_split(self.microbatches)]
         return torch.cat([self.second(chunk) for chunk in between])
@@ -109,8 +110,8 @@ def train_devices(devices, args):
         log(f"rank {other}: first half on {pair[0]}, second half on {pair[1]}")
     if devices[0] == devices[1]:
         log("the halves share the CPU: the code is the same, but there is nothing to gain")
-    # No device_ids: that means one device for the whole module. Without it, DDP takes the
-    # parameters where they are, and puts those of each device into buckets of their own.
+    # No device_ids: it names the one device of a whole module, and DDP refuses it for a module on
+    # two. Without it DDP leaves the parameters where they are, and gives each device its buckets.
     model = DDP(TwoDevices(make_model(), devices, args.microbatches), gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
@@ -156,16 +157,21 @@ class TimedStage(PipelineStage):
         return self.timed("B", chunk, super().backward_one_chunk, *args, **kwargs)
 
     def timed(self, kind, chunk, compute, *args, **kwargs):
+        self.finish()  # NCCL's wait() holds up the GPU, not Python: waiting would count as work
         start = time.time()
         result = compute(chunk, *args, **kwargs)
-        if self.device.type == "cuda":  # a clock needs the end; it keeps the GPU from working ahead
-            torch.cuda.synchronize()
+        self.finish()
         self.spans = (*self.spans, (kind, chunk, start, time.time()))
         return result
+
+    def finish(self):
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def train_pipeline(device, args):
     replicas = dist.get_world_size() // STAGES
+    # The mesh makes groups of its own, without our timeout: on Gloo they wait for 30 minutes.
     mesh = init_device_mesh(device.type, (replicas, STAGES), mesh_dim_names=("dp", "pp"))
     replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     log("== pipeline: each rank is a stage. In a row activations go right, and gradients left; DDP")
@@ -181,8 +187,9 @@ def train_pipeline(device, args):
         optimizer.zero_grad()
         losses = []
         # The first stage alone is given inputs, the last alone labels; the rest comes and goes
-        # between them. A step is forward and backward of all micro-batches: gradients add up, and
-        # DDP averages them over the replicas once, during the last backward.
+        # between them. A step is forward and backward of all micro-batches: their gradients add up,
+        # and are divided by their number at the end (right for a mean loss, wrong for a sum). DDP
+        # averages over the replicas during the last backward.
         if stage == 0:
             schedule.step(inputs.to(device))
         else:
@@ -202,6 +209,9 @@ def train_pipeline(device, args):
             step(schedule, *share)
             runs.append(gathered(timed.spans)[:STAGES])  # replica 0 has the first ranks
         show_schedule(name, min(runs, key=duration), args.microbatches)
+    # Train without the clock, which would hold up a GPU.
+    plain = PipelineStage(model, stage, STAGES, device, group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(plain, args.microbatches, loss_fn=cross_entropy)
     for epoch in range(1, args.epochs + 1):
         losses = []
         for inputs, labels in batches(epoch, args.batch_size, replica, replicas):
@@ -214,11 +224,11 @@ def train_pipeline(device, args):
 
 def settle_stage(model, device):
     """Let DDP lay out its buckets before the pipeline runs, whose second step fails otherwise."""
-    # DDP notes the order of the gradients during its first backward, and lays its buckets out anew
-    # at the next forward. A pipeline calls backward once a micro-batch, so that each gradient would
-    # be noted many times ("rebuilt parameter indices size is not same as original model parameters
-    # size"). Two plain passes get that over with. The maintainers' way, find_unused_parameters=True
-    # (pytorch/PiPPy pull request 665), costs a search of the graph in every step, and a warning.
+    # DDP notes the order of the gradients until its first exchange, and lays its buckets out anew
+    # at the next forward. In a pipeline's first step each gradient is noted twice (torch 2.15), and
+    # that forward fails ("rebuilt parameter indices size is not same as original model parameters
+    # size"). Two plain passes get it over with before. find_unused_parameters=True
+    # (pytorch/PiPPy pull request 665) helps too, and costs a search of the graph in every step.
     for _ in range(2):
         model(torch.zeros(1, WIDTH, device=device)).sum().backward()
         model.zero_grad()
@@ -253,8 +263,8 @@ def show_schedule(name, stages, microbatches, columns=70):
     idle = 1 - busy / (STAGES * whole)
     log(f"{name}: idle {idle:.0%}. The bubble at start and end alone is (p - 1) / (m + p - 1) ="
         f" {bubble:.0%}")
-    log(f"for p = {STAGES} stages, m = {microbatches} micro-batches; the rest waits for data, and"
-        " on a CPU for a core")
+    log(f"for p = {STAGES} stages, m = {microbatches} micro-batches; the rest waits for data."
+        " DDP is in the last backward")
 
 
 # What both ways share.
@@ -273,6 +283,7 @@ def compare(what, batch_size, loss, replicas, module):
     largest = max(gradient.abs().max() for gradient in gradients.values())
     off = torch.zeros(())
     for name, p in module.named_parameters():
+        # A slice of a Sequential keeps its names: the second half begins with "4", not with "0".
         name = name.removeprefix("first.").removeprefix("second.")
         off = torch.maximum(off, (p.grad.cpu() - gradients[name]).abs().max() / largest)
     loss = sum(gathered(loss.item())) / replicas
@@ -307,7 +318,7 @@ def show_memory(module, optimizer, what):
     states = [t for p in parameters for t in optimizer.state[p].values() if t.dim()]
     held = mib(parameters), mib(p.grad for p in parameters), mib(states)
     share = sum(held) / (4 * mib(make_model().parameters()))
-    line = (f"{what}: weights {held[0]:.1f} MiB, gradients {held[1]:.1f}, optimizer {held[2]:.1f};"
+    line = (f"{what}: weights {held[0]:.1f} MiB, gradients {held[1]:.1f}, Adam {held[2]:.1f};"
             f" {share:.0%} of the whole")
     ranks = {}
     for rank, held_there in enumerate(gathered(line)):
@@ -392,8 +403,10 @@ def main():
         device, backend = pick_device(local_rank)
         devices = [device, device]
     share_cores(local_world_size)
-    dist.init_process_group(
-        backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+    # device_id binds the group to one GPU, and NCCL then refuses tensors on any other: not for a
+    # process that drives two. (In 04_collectives.py it is right.)
+    bound = device if device.type == "cuda" and args.mode == "pipeline" else None
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound)
     log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
     log(f"batch size {args.batch_size}: each replica cuts its share into {args.microbatches}"
         " micro-batches.")
@@ -411,10 +424,9 @@ def check_call(args, world_size, local_world_size, gpus):
     if gpus and args.mode == "all":
         stop("on GPUs the two ways need different numbers of processes: choose --mode devices"
              " (two GPUs a process) or --mode pipeline (one)")
-    if gpus and args.mode == "devices" and (gpus % 2 or 2 * local_world_size > gpus):
-        stop(f"--mode devices wants two GPUs a process, not {gpus} for {local_world_size}: use an"
-             " even number of GPUs (CUDA_VISIBLE_DEVICES) and half as many processes, or the CPU"
-             " with CUDA_VISIBLE_DEVICES= in front")
+    if args.mode == "devices" and 0 < gpus < 2 * local_world_size:
+        stop(f"--mode devices wants two GPUs a process, not {gpus} for {local_world_size}: use half"
+             " as many processes as GPUs, or the CPU with CUDA_VISIBLE_DEVICES= in front")
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
              " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")

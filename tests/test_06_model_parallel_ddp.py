@@ -89,7 +89,7 @@ def test_schedules_as_they_ran(shown):
 def test_memory(shown):
     size, result = shown
     held = re.findall(
-        r"\] rank ([\d ]+), (.*): weights (\S+) MiB, gradients (\S+), optimizer (\S+); 50% of the whole",
+        r"\] rank ([\d ]+), (.*): weights (\S+) MiB, gradients (\S+), Adam (\S+); 50% of the whole",
         result.output)
     everyone = " ".join(map(str, range(size)))
     columns = [" ".join(map(str, range(stage, size, 2))) for stage in (0, 1)]

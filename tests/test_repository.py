@@ -113,7 +113,13 @@ def masked(lines):
 
     Several numbers in a row count as one: how many tasks a process did, say, differs by chance.
     """
-    masks = {r"\b[0-9a-f]{12}\b": "#", r"/tmp/\w+": "FOLDER", r" *(\d+\.)?\d+": "#", "#+": "#"}
+    masks = {
+        r"\b[0-9a-f]{12}\b": "#",
+        r"/tmp/\w+": "FOLDER",
+        r"\|[0-9a-j.]+\|": "|DRAWING|",
+        r" *(\d+\.)?\d+": "#",
+        "#+": "#",
+    }
     for pattern, mask in masks.items():
         lines = [re.sub(pattern, mask, line) for line in lines]
     return sorted(lines)

@@ -263,8 +263,8 @@ def show_schedule(name, stages, microbatches, columns=70):
     idle = 1 - busy / (STAGES * whole)
     log(f"{name}: idle {idle:.0%}. The bubble at start and end alone is (p - 1) / (m + p - 1) ="
         f" {bubble:.0%}")
-    log(f"for p = {STAGES} stages, m = {microbatches} micro-batches; the rest waits for data."
-        " DDP is in the last backward")
+    log(f"for p = {STAGES} stages, m = {microbatches} micro-batches; the rest waits. DDP's part is"
+        " in the last backward")
 
 
 # What both ways share.

@@ -8,7 +8,8 @@
 Each section says what an operation is for, shows every rank's tensor before and after, and checks
 the result. Rank r begins with [10 r + 1, 10 r + 2], so that you see where a number comes from:
 
-    [rank 0/4] reduce_scatter: all tensors are summed up, and each rank gets one chunk of the sum.
+    [rank 0/4] == reduce_scatter
+    [rank 0/4] All tensors are summed up, and each rank gets one chunk of the sum. [...]
     [rank 0/4]            before          its chunk   all_gather
     [rank 0/4]   rank 0   [1 2 3 4]       [64]        [64 68 72 76]
     [rank 0/4]   rank 1   [11 12 13 14]   [68]        [64 68 72 76]

@@ -20,6 +20,7 @@ begins with a store, mostly this one, in which each rank leaves its address for 
 New here: none of this needs a process group but the lesson that makes some. rank is the order in
 which the processes came; rank 0 has the server. A TCPStore has no password: whoever reaches its
 port can read and change everything. Keep it on loopback or on a private network.
+Next: 06_model_parallel_ddp.py, for a model that one device cannot hold.
 """
 
 import argparse

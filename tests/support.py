@@ -189,15 +189,18 @@ def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
     return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
 
 
-def fork_ranks(script, *arguments, cwd, world_size=2, max_restarts=0, timeout=120, before=None):
-    """Run ROOT/script in world_size forked processes, as torchrun --standalone would."""
+def fork_ranks(
+    script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=120, before=None
+):
+    """Run ROOT/script in world_size forked processes, as torchrun would on that many nodes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    output, status = "", None
+    output, status, local = "", None, world_size // nodes
     for attempt in range(max_restarts + 1):
         environments = [
             {
-                "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+                "RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
+                "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "3",

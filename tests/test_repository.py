@@ -19,9 +19,15 @@ INSTALLS = "installs the packages: .ci/run runs it, in a fresh virtual environme
 GPU = "needs a GPU; the same script runs on the CPU in these tests"
 NETWORK = "needs the network; test_download_mnist.py runs it against a mirror on this machine"
 TWO_TERMINALS = "needs its other half: test_05_tcpstore.py runs both, on a free port"
+LAB = "test_lab.py runs it on two machines of launch/lab, with two processes on each"
 NOT_RUN = {
     "python 01_single_node_multi_gpu.py 50 10": GPU,
     "torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10": GPU,
+    "torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-id=345 --rdzv-backend=c10d"
+    " --rdzv-endpoint=node1:29603 03_multinode.py 50 10": f"{GPU}; {LAB}",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "launch/lab sets it too",
+    "python 03_multinode.py --check node1 node2": LAB,
+    "sbatch launch/slurm.sbatch 50 10": "test_slurm.py runs it, for other epochs on CPUs",
     "torchrun --standalone --nproc-per-node=gpu 04_collectives.py": GPU,
     "python 05_tcpstore.py --role server --port 29605": TWO_TERMINALS,
     "python 05_tcpstore.py --role client --port 29605": TWO_TERMINALS,
@@ -38,6 +44,7 @@ NOT_RUN = {
 PROOFS = {
     "01_single_node_multi_gpu.py": r"replicas identical on 2 ranks: max \|difference\| 0",
     "02_torchrun_elastic.py": r"replicas identical on 2 ranks: max \|difference\| 0",
+    "03_multinode.py": r"replicas identical on 2 ranks: max \|difference\| 0",
     "04_collectives.py": r"(18 of 18|2 of 2) sections passed their checks on 4 ranks"
     r"| +64 MiB .* GB/s",
     "06_model_parallel_ddp.py": r"\d replicas of (the model|each stage) are identical: .* 0",
@@ -115,6 +122,7 @@ def masked(lines):
     """
     masks = {
         r"\|[0-9a-j.]+\|": "|DRAWING|",  # first: a stretch of it can look like a checksum
+        r"\S+(?=( +\d+){3} +(cpu|cuda:\d+) +\d+$)": "MACHINE",
         r"\b[0-9a-f]{12}\b": "#",
         r"/tmp/\w+": "FOLDER",
         r" *(\d+\.)?\d+": "#",

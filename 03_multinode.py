@@ -1,0 +1,715 @@
+"""Several machines: global rank says who you are in the job, local rank which device is yours.
+
+One torchrun on each machine, the same command on all of them; node1 is the name of the first:
+
+    torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-id=345 --rdzv-backend=c10d \
+        --rdzv-endpoint=node1:29603 03_multinode.py 50 10
+
+You have one machine only? launch/lab makes two of it (see README.md), and --standalone is one:
+
+    torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
+
+    [rank 0/4] machine         node rank  global rank  local rank  device  pid
+    [rank 0/4] node1                   0            0           0     cpu  4711
+    [rank 0/4] node1                   0            1           1     cpu  4712
+    [rank 0/4] node2                   1            2           0     cpu  4720
+    [rank 0/4] node2                   1            3           1     cpu  4721
+
+--nnodes=1:2 --max-restarts=3 lets machines come and go: the job goes on from the last snapshot with
+those that are there. It needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment.
+
+Before a long job, look whether the machines find each other. On each, with the names of all:
+
+    python 03_multinode.py --check node1 node2
+
+or with --check at the end of the torchrun command, which tries all of its processes.
+
+New here: global and local rank, snapshots without a shared file system, machines that come and go.
+Before: 02_torchrun_elastic.py. Next: 04_collectives.py, what DDP is made of.
+"""
+
+import argparse
+import fcntl
+import gc
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+SEED = 0
+PORT = 29603  # where --check meets; any free port that no firewall keeps the machines from
+
+
+class Digits(TensorDataset):
+    """The whole set as two tensors: images, uint8 (N, 28, 28), and labels, int64 (N,)."""
+
+    def __getitems__(self, indices):
+        # DataLoader calls this once a batch. Without it, it would call __getitem__ for every single
+        # image, and a small model would spend its time waiting for that.
+        return self[indices]
+
+
+def load_data(data_dir):
+    """Return (training set, test set, where they come from): MNIST, else a generated stand-in."""
+    if not os.path.isdir(os.path.join(data_dir, "MNIST")):
+        return *generate_data(), "generated images (download_mnist.py fetches MNIST)"
+    from torchvision.datasets import MNIST  # here, as it takes a second or more
+
+    try:
+        train, test = MNIST(data_dir, train=True), MNIST(data_dir, train=False)
+    except Exception as error:  # each kind of damage raises a type of its own
+        stop(f"MNIST in {data_dir} does not load ({type(error).__name__}): fetch it again with"
+             f" python download_mnist.py --data-dir {data_dir}", status=1)
+    return Digits(train.data, train.targets), Digits(test.data, test.targets), "images of MNIST"
+
+
+def generate_data(train=8192, test=2048):
+    """Return (training set, test set) shaped like MNIST: ten patterns, shifted, with noise."""
+    # Seeded here, so that all ranks make the same set. If each rank made its own, its share would
+    # not be a part of the others' set any more, and no error would tell.
+    generator = torch.Generator().manual_seed(SEED)
+    patterns = interpolate(torch.rand(10, 1, 8, 8, generator=generator), 34, mode="bilinear") > 0.5
+    windows = patterns[:, 0].unfold(1, 28, 1).unfold(2, 28, 1)  # (10, 7, 7, 28, 28): all shifts
+    labels = torch.randint(10, (train + test,), generator=generator)
+    rows, columns = torch.randint(7, (2, train + test), generator=generator)
+    noise = torch.rand(train + test, 28, 28, generator=generator)
+    images = (45 * windows[labels, rows, columns] + 210 * noise).byte()
+    return Digits(images[:train], labels[:train]), Digits(images[train:], labels[train:])
+
+
+class Net(nn.Module):
+    """A small CNN: images, uint8 (N, 28, 28), to logits, float32 (N, 10)."""
+
+    def __init__(self):
+        super().__init__()
+        # No ReLU, no max-pooling: a rounding error can switch a gradient on or off there, and runs
+        # on 1, 2 and 4 ranks, which differ by rounding alone, would drift apart in the first epoch.
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 5, stride=2), nn.GELU(),
+            nn.Flatten(), nn.Linear(512, 10))
+
+    def forward(self, images):
+        return self.layers(images.unsqueeze(1).float() / 255)
+
+
+def show_map(device):
+    """Print which process of the job runs where, as each of them says of itself."""
+    # The global rank (RANK) counts through the whole job: it picks the share of the data, and who
+    # writes a file. The local rank (LOCAL_RANK) starts from 0 on each machine: it picks the device.
+    # Global ranks 2 and 3 can be the first two processes of a machine that has no cuda:2 and cuda:3
+    # (or has them, and then leaves cuda:0 idle). LOCAL_WORLD_SIZE is how many processes share this
+    # machine's cores. After a restart all of them but the local rank may be others than before.
+    mine = (dist.get_rank(), socket.gethostname(), os.environ.get("GROUP_RANK", "-"),
+            os.environ.get("LOCAL_RANK", "0"), str(device), os.getpid())
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    log(f"{'machine':<15} node rank  global rank  local rank  device  pid")
+    for rank, machine, node, local_rank, its_device, pid in found:
+        log(f"{machine:<15} {node:>9}  {rank:>11}  {local_rank:>10}  {its_device:>6}  {pid}")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Ranks leave their addresses in the store. If the next attempt has the same store, it finds
+        # those of the dead; and a machine that joins looks for an entry that only the first made.
+        log("note: all attempts share torchrun's store: a restart, or a newcomer, can fail;")
+        log("      TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment cures it")
+
+
+def check_data(train_set, source):
+    """Stop unless every machine has the same training set, whose sha256 is taken once a machine."""
+    # Each machine has a disk of its own. What is to be done once on each (download, unpack, look
+    # through) is for local rank 0: by global rank 0 alone, the others would have nothing; by all,
+    # they would write the same files at once. The gathering is outside the "if": all take part.
+    mine = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        digest = hashlib.sha256(train_set.tensors[0].numpy()).hexdigest()[:12]
+        mine = f"{len(train_set)} {source}, sha256 {digest}", socket.gethostname()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    sets = dict(item for item in found if item)
+    if len(sets) > 1:
+        there = "; ".join(f"{machine} has {data}" for data, machine in sets.items())
+        stop(f"the machines would train on different data: {there}. Put the same on each, under"
+             " --data-dir", status=1)
+
+
+def read_snapshot(path):
+    """Return (the bytes of the snapshot at path, its next epoch), or (b"", 0) without one."""
+    if not os.path.exists(path):
+        return b"", 0
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+        # The archive holds a checksum of each tensor, and torch.load does not look at it.
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"wrong checksum of {damaged}")
+        # weights_only: an ordinary pickle may run any code as it is read.
+        snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if snapshot["format"] != 1:
+            raise ValueError(f"format {snapshot['format']}, and this script reads format 1")
+        return content, snapshot["next_epoch"]
+    except Exception as error:  # each kind of damage raises a type of its own
+        refuse(path, error)
+
+
+def refuse(path, error):
+    """End the job because the snapshot at path, on this or another machine, is of no use."""
+    reason = str(error).strip().partition("\n")[0]
+    stop(f"cannot continue from {path} ({type(error).__name__}: {reason}; the machine:"
+         f" {socket.gethostname()}): move it away to start anew, or choose another --snapshot-path",
+         status=1)
+
+
+def resume_newest(path, model, optimizer, device):
+    """Load the newest snapshot that any machine has at path; return (next epoch, the run's data).
+
+    Without one that is (1, None). No shared file system is needed: after a restart, rank 0 may be
+    on a machine whose disk has no snapshot, or an old one. So local rank 0 of each machine looks at
+    its own, and the newest goes to all ranks as it is, byte by byte.
+    """
+    content, next_epoch = b"", 0
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        content, next_epoch = read_snapshot(path)
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (next_epoch, len(content), socket.gethostname()))
+    newest = max(range(len(found)), key=lambda rank: found[rank][0])  # among equals the lowest rank
+    next_epoch, size, machine = found[newest]
+    if next_epoch == 0:
+        return 1, None
+    data = torch.empty(size, dtype=torch.uint8, device=device)
+    if dist.get_rank() == newest:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, src=newest)
+    snapshot = torch.load(io.BytesIO(data.cpu().numpy()), map_location="cpu", weights_only=True)
+    try:
+        model.load_state_dict(snapshot["model"])
+        # Without its momentum the optimizer would go on from the right place at the wrong speed.
+        optimizer.load_state_dict(snapshot["optimizer"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        refuse(path, error)
+    log(f"resumed from {path} of {machine} at epoch {next_epoch}")
+    return next_epoch, snapshot["run"]
+
+
+def version_of(path):
+    """Return what tells a file from those that had its name before, or None without a file."""
+    if not os.path.exists(path):
+        return None
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def save_if_ours(state, path, known):
+    """Write state to path and return the new version, unless path is not the version known.
+
+    Split brain: two parts of a job that take each other for dead both go on, and on a shared file
+    system both write the same snapshot. Whoever finds that another has written there ends. The rest
+    is as in "save" of 02: path holds the old file or the whole new one at any moment.
+    """
+    temporary = f"{path}.{socket.gethostname()}.tmp"  # the other part, elsewhere, has its own
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
+        if version_of(path) == known:
+            os.replace(temporary, path)
+            return version_of(path)
+        os.remove(temporary)
+    except (OSError, RuntimeError) as error:  # torch turns the first into the second
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", status=1)
+    stop(f"another job, or a lost part of this one, has written {path} meanwhile: its file stays."
+         " End one of the two, or give it another --snapshot-path", status=1)
+
+
+def finish_on_sigterm():
+    """Return an Event that SIGTERM sets, instead of ending this process at once."""
+    # SIGTERM comes when Slurm wants the machine back, when torchrun itself gets it, and when it
+    # stops the processes for a restart. torchrun kills after 30 s (--shutdown-timeout) those that
+    # are still there, so a longer epoch is lost, and the last snapshot counts.
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    return asked
+
+
+def on_any_rank(condition, device):
+    """Return whether the condition holds on any rank; every rank must ask."""
+    count = torch.tensor(int(condition), device=device)
+    dist.all_reduce(count)
+    return count.item() > 0
+
+
+def settle_buckets(model, device):
+    """Run DDP once without a step, so that a resumed run adds gradients up in the same order."""
+    # After its first backward DDP lays out its buckets anew, in the order in which the gradients
+    # came. With three ranks or more another layout is another order of summation: without this
+    # call, the first step after a restart would be rounded differently from the uninterrupted one.
+    model.eval()  # these zeros must not count in a BatchNorm layer, nor draw numbers for a dropout
+    model(torch.zeros(1, 28, 28, device=device)).sum().backward()
+    model.train()
+    model.zero_grad()
+
+
+def check_replicas(model):
+    """Raise RuntimeError unless every rank holds the same weights, bit for bit."""
+    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
+    from_rank0 = weights.clone()
+    dist.broadcast(from_rank0, src=0)
+    difference = (weights - from_rank0).abs().max().nan_to_num(nan=torch.inf)
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    if difference != 0:
+        raise RuntimeError(f"the replicas differ (inf: or hold nan) by up to {difference:.1e}")
+    if dist.get_world_size() == 1:
+        log("one rank: no other replica to compare with")
+    else:
+        log(f"replicas identical on {dist.get_world_size()} ranks: max |difference| {difference:g}")
+
+
+def fingerprint(model):
+    """Return the first 12 hexadecimal digits of the sha256 of all weights."""
+    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
+    return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
+
+
+def train_multinode(device, args):
+    """Train; return True if a rank was asked to leave (SIGTERM) before the last epoch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_set, test_set, source = load_data(args.data_dir)
+    if not world_size <= args.batch_size <= len(train_set):
+        stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
+             f" (an image for each rank) to {len(train_set)} (the training set)")
+    check_data(train_set, source)
+    # The batch of all ranks stays the same, and each rank's share of it changes, as machines come
+    # and go: the steps stay the same too, and the learning rate stays right.
+    share = args.batch_size // world_size
+    log(f"data: {len(train_set)} + {len(test_set)} {source}")
+    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=tuple)
+
+    torch.manual_seed(SEED)
+    model = Net().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    run = {"seed": SEED, "batch size": share * world_size, "data": source}
+    version = version_of(args.snapshot_path)
+    first_epoch, saved_run = resume_newest(args.snapshot_path, model, optimizer, device)
+    for name, value in run.items():
+        if saved_run and value != saved_run.get(name):
+            log(f"note: {name} was {saved_run.get(name)} before, and is {value} now")
+    model = DDP(model, gradient_as_bucket_view=True)
+    settle_buckets(model, device)
+
+    asked_to_leave = finish_on_sigterm()  # from here on there is something to save
+    for epoch in range(first_epoch, args.total_epochs + 1):
+        sampler.set_epoch(epoch)  # the only randomness in an epoch, made from the seed and epoch
+        loss, speed = train_epoch(model, loader, optimizer, device)
+        accuracy = evaluate(model, test_set, device)
+        # The signal may reach some ranks only, or not all of them in the same epoch. If one is to
+        # leave, all save and end here together; those that may stay are started again by torchrun.
+        leaving = on_any_rank(asked_to_leave.is_set(), device)
+        saved = epoch % args.save_every == 0 or epoch == args.total_epochs or leaving
+        # One file, written by one process: global rank 0. (Each machine has a local rank 0.)
+        if saved and rank == 0:
+            version = save_if_ours(
+                {"format": 1, "run": run, "next_epoch": epoch + 1,
+                 "model": model.module.state_dict(), "optimizer": optimizer.state_dict()},
+                args.snapshot_path, version)
+        log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
+            f" | {speed:6.0f} images/s{f' | saved in {args.snapshot_path}' if saved else ''}")
+        if leaving and epoch < args.total_epochs:
+            who = "this rank was" if asked_to_leave.is_set() else "another rank was"
+            log(f"{who} asked to leave (SIGTERM): end after epoch {epoch}", every_rank=True)
+            dist.barrier()  # the first to be gone may have all ended, so let rank 0 save before
+            return True
+    if first_epoch > args.total_epochs:
+        log(f"nothing left to train: {args.snapshot_path} has {first_epoch - 1} epochs behind it,"
+            f" accuracy {evaluate(model, test_set, device):.4f}")
+    check_replicas(model)
+    log(f"sha256 of weights {fingerprint(model)}: compare an uninterrupted run's (equal on a CPU)")
+    return False
+
+
+def train_epoch(model, batches, optimizer, device):
+    """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
+    start, images_seen = time.perf_counter(), 0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    # A progress bar on rank 0 only; disable=None hides it where the output is not a terminal.
+    for images, labels in tqdm(batches, leave=False, disable=dist.get_rank() > 0 or None):
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        # Here the ranks meet: whenever a bucket (some MB of gradients) is full, DDP all-reduces it
+        # to the mean, while backward goes on with the layers below. This model fits in one bucket.
+        loss.backward()
+        optimizer.step()  # no exchange here: every rank takes the same step from the same gradient
+        loss_sum += loss.detach() * len(labels)  # with loss.item() the CPU would wait for the GPU
+        images_seen += len(labels)
+    dist.all_reduce(loss_sum)
+    images_seen *= dist.get_world_size()
+    loss = loss_sum.item() / images_seen  # waits for the GPU, so that the clock counts done work
+    return loss, images_seen / (time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def evaluate(model, test_set, device):
+    """Return the accuracy on the test set, each image counted once over all ranks."""
+    # DistributedSampler would count some images twice, to give every rank as many. Here the shares
+    # may differ by one, so no rank may wait for another: model.module is the model without DDP.
+    share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    model.eval()
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in (test_set[indices] for indices in share.split(1000)):
+        answers = model.module(images.to(device)).argmax(dim=1)
+        correct += (answers == labels.to(device)).sum()
+    model.train()
+    # Sum, then divide: the mean of the ranks' means is wrong when their shares differ.
+    dist.all_reduce(correct)
+    return correct.item() / len(test_set)
+
+
+# ---- --check: do the machines find each other? ----
+
+
+def interfaces():
+    """Return {network interface: its IPv4 address} of this machine (Linux)."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:  # 0x8915 is SIOCGIFADDR
+                answer = fcntl.ioctl(any_socket, 0x8915, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+            except OSError:
+                continue  # without an IPv4 address
+    return found
+
+
+def describe_machine():
+    """Return what the other machines should know of this one: a dict of plain types."""
+    name, addresses = socket.gethostname(), interfaces()
+    # The address that Gloo hands to the others: that of the interface it is told to use, else the
+    # one that this machine's own name stands for. (NCCL takes the first that is no loopback.)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    try:
+        address = addresses.get(interface) if interface else socket.gethostbyname(name)
+    except OSError:
+        address = None
+    interface = interface or next((i for i, a in addresses.items() if a == address), "no interface")
+    others = [i for i, a in addresses.items() if not a.startswith("127.")]
+    return {"machine": name, "address": address, "interface": interface, "others": others,
+            "torch": torch.__version__, "GPUs": torch.cuda.device_count(),
+            "processes": os.environ.get("LOCAL_WORLD_SIZE", "1")}
+
+
+def complaints(machines, backend):
+    """Return a list of sentences, each a fault that this machine sees in the descriptions."""
+    found = []
+    hidden = [m for m in machines if not m["address"] or m["address"].startswith("127.")]
+    if hidden and backend == "gloo" and len(machines) > 1:
+        cases = ", ".join(f"{m['machine']}: {m['address'] or 'unknown'}" for m in hidden)
+        found.append(f"a machine's own name must not stand for a loopback address ({cases}), which"
+                     " it would give to the others: there, set GLOO_SOCKET_IFNAME="
+                     f"{(hidden[0]['others'] or ['INTERFACE'])[0]}")
+    for name in (m["machine"] for m in machines):
+        if "MASTER_ADDR" in os.environ:
+            break  # started by torchrun, which has needed the names already, and got on
+        try:
+            socket.gethostbyname(name)
+        except OSError:
+            found.append(f"{socket.gethostname()} does not know the name {name}: put it into"
+                         f" /etc/hosts, or start torchrun on {name} with --local-addr=ITS_ADDRESS")
+    for what, cure in {"torch": "install the same version on all",
+                       "GPUs": "give all the same number to --nproc-per-node",
+                       "processes": "give all the same --nproc-per-node"}.items():
+        if len({str(m[what]) for m in machines}) > 1:
+            each = ", ".join(f"{m['machine']} {m[what]}" for m in machines)
+            found.append(f"the machines differ in {what} ({each}): {cure}")
+    return found
+
+
+def reach(host, port, patience):
+    """Return once host accepts connections at port; stop if it does not within patience, in s."""
+    # A TCPStore as client would wait without limit for a listener that accepts and says nothing.
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=2).close()
+        except ConnectionRefusedError:
+            reason = f"it is there, and nothing listens: start the check on {host} too"
+        except OSError as error:
+            reason = (f"{error}: is the machine up, the address right, and the port open in the"
+                      f" firewall? nc -vz {host} {port}")
+        if time.monotonic() > deadline:
+            stop(f"{host}:{port} has not answered {socket.gethostname()} for {patience} s"
+                 f" ({reason})", status=1)
+        time.sleep(0.2)
+
+
+def place_among(names):
+    """Return which of the machines of these names this one is, counted from 0."""
+    place = None
+    for i, name in enumerate(names):
+        try:
+            with socket.socket() as probe:
+                probe.bind((socket.gethostbyname(name), 0))  # only an own address can be bound
+            place = i
+        except socket.gaierror:
+            stop(f"{socket.gethostname()} does not know the name {name}: give its address instead,"
+                 " or put it into /etc/hosts", status=1)
+        except OSError:
+            continue  # another machine's address
+    if place is None:
+        stop(f"this machine, {socket.gethostname()}, is none of {' '.join(names)}")
+    return place
+
+
+def roll_call(names, backend, patience=30):
+    """Meet the machines of these names at PORT of the first; return (store, own place, how many).
+
+    Without torchrun, which does not start the script before all machines are there, and does not
+    say which one is missing. Stops with one line, the culprit's name in it, when one does not come
+    within patience seconds.
+    """
+    place = place_among(names)
+    if place > 0:
+        reach(names[0], PORT, patience)
+    try:
+        store = dist.TCPStore(names[0], PORT, is_master=place == 0, wait_for_workers=False,
+                              timeout=timedelta(seconds=patience))
+        store.set(f"machine {place}", json.dumps(describe_machine()))
+        deadline = time.monotonic() + patience + 2 * (place == 0)  # the first closes the store
+        while missing := [n for i, n in enumerate(names) if not store.check([f"machine {i}"])]:
+            if time.monotonic() > deadline:
+                stop(f"{', '.join(missing)} did not come within {patience} s: is the check started"
+                     " there? if it is, read what it says there", status=1)
+            time.sleep(0.2)
+        found = [json.loads(store.get(f"machine {i}")) for i in range(len(names))]
+        store.set(f"wrong {place}", json.dumps(complaints(found, backend)))
+        wrong = [text for i in range(len(names)) for text in json.loads(store.get(f"wrong {i}"))]
+        store.set(f"heard {place}", "")
+        if place == 0:  # the store ends with this process, which must not be the first to leave
+            store.wait([f"heard {i}" for i in range(len(names))])
+    except dist.DistError as error:
+        stop(f"the store at {names[0]}:{PORT} does not work: {explain(error)}", status=1)
+    if wrong:
+        stop(" | ".join(dict.fromkeys(wrong)), status=1)
+    return store, place, len(names)
+
+
+def explain(error):
+    """Return one line: why ranks do not find each other, the cure, and what torch itself said."""
+    said = str(error).strip().partition("\n")[0][:300]
+    try:
+        socket.gethostbyname(host := os.environ.get("MASTER_ADDR", "localhost"))
+    except OSError:
+        return (f"{socket.gethostname()} does not know the name {host}: put it into /etc/hosts, or"
+                f" start torchrun on {host} with --local-addr=ITS_ADDRESS ({said})")
+    causes = {
+        r"\[127\.": "a machine gave the others a loopback address, because its own name stands for"
+        " it there: on each, set GLOO_SOCKET_IFNAME to the interface that ip -br address shows",
+        "refused|reset|closed|Broken": "a process that was to answer is gone: see what the other"
+        " machines say. After a restart: was TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set?",
+        "[Tt]ime": "not all came in time: see what the other machines say. If they wait too, a"
+        " firewall is between them: ranks connect to each other on ports that are free, not on one",
+    }
+    cause = next((text for pattern, text in causes.items() if re.search(pattern, said)), "")
+    return f"{cause} ({type(error).__name__}: {said})"
+
+
+def join(device, backend, seconds, store=None, rank=-1, world_size=-1):
+    """Make the process group; its parameters come from torchrun's environment unless given."""
+    try:
+        # How long a rank waits for the others, here and in every collective. If a cable is cut, no
+        # one is told, and this time alone ends the wait: by default 10 (NCCL) or 30 (Gloo) minutes.
+        # It must be longer than any pause in which one rank keeps the others waiting.
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+            device_id=device if device.type == "cuda" else None)  # else NCCL guesses, and warns
+    except Exception as error:  # the store, the names and the connections raise types of their own
+        stop(f"the ranks do not find each other: {explain(error)}", status=1)
+
+
+def ring_sum(tensor):
+    """Return the sum of all ranks' tensors, which travel around the ring from rank to rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    total, passing = tensor.clone(), tensor.clone()
+    for _ in range(world_size - 1):
+        coming = torch.empty_like(passing)
+        # Both at once: if all ranks sent first and received then, all would wait for ever.
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, passing, (rank + 1) % world_size),
+            dist.P2POp(dist.irecv, coming, (rank - 1) % world_size)])
+        for work in works:
+            work.wait()
+        total, passing = total + coming, coming
+    return total
+
+
+def check_group(device, backend):
+    """Print who is there and how fast the network is; stop if something is wrong."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        stop("one process has nobody to find: name all machines, or use torchrun")
+    show_map(device)
+    found = [None] * world_size
+    mine = describe_machine() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    dist.all_gather_object(found, mine)
+    machines = [each for each in found if each]
+    for each in machines:
+        log(f"{each['machine']}: {each['address']} on {each['interface']}, torch {each['torch']},"
+            f" {each['GPUs']} GPUs")
+    dist.all_gather_object(found, complaints(machines, backend))
+    if wrong := dict.fromkeys(text for each in found for text in each):
+        stop(" | ".join(wrong), status=1)
+
+    numbers = torch.arange(1024, device=device, dtype=torch.float64) * (rank + 1)
+    by_ring = ring_sum(numbers)
+    for _ in range(2):
+        by_all_reduce = numbers.clone()
+        dist.all_reduce(by_all_reduce)
+        if not torch.equal(by_all_reduce, by_ring):
+            stop("all_reduce and the ring of sends disagree: a network that changes data?", 1)
+    log("two all_reduces and a ring of send and receive agree: OK")
+    measure_bandwidth(device)
+    log(f"check passed: {world_size} ranks on {len(machines)} machines")
+
+
+def measure_bandwidth(device):
+    """Print the bus bandwidth of an all_reduce: bytes a second that each rank sends (and gets)."""
+    world_size = dist.get_world_size()
+    block, times = torch.ones(16 * 2**18, device=device), []
+    for _ in range(6):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(block)
+        block[0].item()  # waits for a GPU
+        times.append(time.perf_counter() - start)
+    seconds = min(times[1:])
+    moved = 2 * (world_size - 1) / world_size * block.nbytes / seconds
+    log(f"all_reduce of 16 MiB: {1000 * seconds:.0f} ms, {moved / 1e9:.2f} GB/s bus bandwidth")
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    # Without this line every process can end up with a context, and memory, on GPU 0 as well.
+    torch.cuda.set_device(local_rank)
+    # Convolutions in full float32: TF32's 10 bits are too coarse to compare runs to 1e-5.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def share_cores(local_world_size):
+    """Divide the cores among this machine's processes: by default each takes all, so they fight."""
+    # torchrun sets OMP_NUM_THREADS=1 against that, which leaves cores idle; this overrides it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line and no traceback: for what the caller can mend."""
+    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
+    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def check_path(path):
+    """Stop unless path can be written, and holds nothing yet or a whole zip archive."""
+    folder = os.path.dirname(path) or "."
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        stop(f"cannot write in the folder {folder} ({error.strerror}): choose another path")
+    if os.path.isdir(path):
+        stop(f"{path} is a directory: give the path of a file")
+    if os.path.exists(path) and not zipfile.is_zipfile(path):  # torch.save makes zip archives
+        stop(f"{path} is no file of torch.save, or not a whole one: move it or choose another path")
+
+
+@record  # hands an exception's traceback to torchrun, whose report shows none otherwise
+def main():
+    args = parse_args()
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not started and not args.check:
+        stop("this script needs a launcher:"
+             " torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < local_world_size:
+        stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
+             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+    check_path(args.snapshot_path)
+    device, backend = pick_device(local_rank)
+    share_cores(local_world_size)
+    left = False
+    if args.check is None:
+        join(device, backend, args.timeout)
+        show_map(device)
+        left = train_multinode(device, args)
+    else:
+        # 10 seconds: Gloo tries to connect for five times as long.
+        join(device, backend, 10, *(roll_call(args.check, backend) if args.check else ()))
+        check_group(device, backend)
+    # Collect, then destroy, and not in a "finally": 01_single_node_multi_gpu.py says why.
+    gc.collect()
+    dist.destroy_process_group()
+    if left:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def parse_args():
+    def number(text):
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, not {text!r}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("total_epochs", type=number, nargs="?", default=5, help="5 by default")
+    parser.add_argument("save_every", type=number, nargs="?", default=1, help="1 by default")
+    parser.add_argument("--batch-size", type=number, default=64, help="images a step, all ranks")
+    parser.add_argument("--snapshot-path", default="snapshot.pt")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--timeout", type=number, default=60, help="wait for others, in seconds")
+    parser.add_argument("--check", nargs="*", metavar="MACHINE", help="look at the network, then"
+                        " exit; without torchrun, give the names of all machines")
+    # torch.distributed.launch passes this on every command line; LOCAL_RANK says the same.
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

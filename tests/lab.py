@@ -1,0 +1,91 @@
+"""Machines of launch/lab for tests: brought up with a name of their own, and taken down."""
+
+import os
+import re
+import subprocess
+import threading
+import time
+import uuid
+
+import pytest
+from support import PYTHON, ROOT, Result, end, start
+
+LAB = ROOT / "launch/lab"
+
+
+class Lab:
+    """Some machines, as long as the "with" lasts."""
+
+    def __init__(self, cwd, *up):
+        self.cwd, self.up = cwd, up
+        path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
+        self.env = {"LAB": uuid.uuid4().hex, "PATH": path}
+        self.jobs = []
+
+    def __call__(self, *words, check=True):
+        """Call launch/lab with these words; return its output."""
+        result = subprocess.run(
+            [LAB, *map(str, words)], env={**os.environ, **self.env}, cwd=self.cwd,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        if check and result.returncode:
+            raise RuntimeError(result.stdout)
+        return result.stdout
+
+    def __enter__(self):
+        try:
+            self("up", *self.up)
+        except RuntimeError as error:
+            if "lets" in str(error) or "there is no" in str(error) or "only Linux" in str(error):
+                pytest.skip(f"no network namespaces here: {error}")
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for job in self.jobs:
+            end(job.process)
+        self("down")
+
+    def start(self, node, *command, **env):
+        self.jobs.append(Job(start(LAB, "run", node, *command, cwd=self.cwd,
+                                   env={**self.env, **env})))  # fmt: skip
+        return self.jobs[-1]
+
+    def run(self, *calls, timeout=120, **env):
+        """Run each (node, command...) at the same time; return their Results."""
+        return [job.result(timeout) for job in [self.start(*call, **env) for call in calls]]
+
+
+class Job:
+    """A command on a machine, its lines with the moment of their coming."""
+
+    def __init__(self, process):
+        self.process, self.lines = process, []
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def wait_for(self, pattern, after=0, timeout=90):
+        """Return (moment, line) of the first line after that moment that matches the pattern."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None and not self.reader.is_alive()
+            for moment, line in list(self.lines):
+                if moment > after and re.search(pattern, line):
+                    return moment, line
+            assert not ended and time.monotonic() < deadline, (
+                f"{'ended' if ended else 'waited'} without {pattern!r}:\n{self.output()}"
+            )
+            time.sleep(0.02)
+
+    def output(self):
+        return "".join(f"{line}\n" for _, line in list(self.lines))
+
+    def result(self, timeout=60):
+        self.process.wait(timeout)
+        self.reader.join(10)
+        return Result(self.output(), self.process.returncode)

@@ -1,0 +1,354 @@
+"""03_multinode.py in processes that play machines: who is who, whose snapshot counts, --check.
+
+test_lab.py runs it on machines that are apart.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import threading
+
+import pytest
+import torch
+from support import (
+    PYTHON,
+    ROOT,
+    TORCHRUN,
+    end,
+    fork,
+    fork_ranks,
+    limit_file_size,
+    pretend_one_gpu,
+    run,
+    start,
+)
+from test_02_torchrun_elastic import BAD_CALLS, BAD_SNAPSHOTS, difference, digest, load
+from torch.utils.data.distributed import DistributedSampler
+
+SCRIPT = "03_multinode.py"
+
+
+def machine():
+    """The number of the machine that this forked process plays: 1, 2, ..."""
+    return int(os.environ["GROUP_RANK"]) + 1
+
+
+def play_machine():
+    """Called in a child: a host name of its own, and an address that the others can reach."""
+    name = f"node{machine()}"
+    socket.gethostname = lambda: name
+    socket.gethostbyname = lambda name: {"node1": "10.0.0.1", "node2": "10.0.0.2"}[name]
+
+
+def own_disk():
+    """Called in a child: a current folder for each machine."""
+    os.makedirs(f"disk{machine()}", exist_ok=True)
+    os.chdir(f"disk{machine()}")
+
+
+def sigterm_in_epoch_2():
+    """Called in a child: global rank 3 alone gets SIGTERM as epoch 2 begins."""
+    set_epoch = DistributedSampler.set_epoch
+
+    def set_epoch_and_kill(sampler, epoch):
+        set_epoch(sampler, epoch)
+        if epoch == 2 and os.environ["RANK"] == "3":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    DistributedSampler.set_epoch = set_epoch_and_kill
+
+
+def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2, **options):
+    folder.mkdir(exist_ok=True)
+    before = (play_machine, *before)
+    return fork_ranks(script, *arguments, cwd=folder, world_size=world_size, nodes=nodes,
+                      before=before, **options)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, mnist_dir):
+    """(result, snapshot) of four epochs of 02 on one machine with four ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = (4, 1, "--data-dir", mnist_dir)
+    result = fork_ranks("02_torchrun_elastic.py", *arguments, cwd=folder, world_size=4)
+    assert result.status == 0, result.output
+    return result, load(folder)
+
+
+def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir, whole):
+    result = train(tmp_path, 4, 2, "--data-dir", mnist_dir)
+    assert result.status == 0, result.output
+    rows = [line.split() for line in result.lines(0)[1:5]]
+    assert [row[:5] for row in rows] == [
+        ["node1", "0", "0", "0", "cpu"],
+        ["node1", "0", "1", "1", "cpu"],
+        ["node2", "1", "2", "0", "cpu"],
+        ["node2", "1", "3", "1", "cpu"],
+    ]
+    assert len({row[5] for row in rows}) == 4
+    assert result.epochs() == whole[0].epochs()
+    assert difference(load(tmp_path), whole[1]) == 0 and digest(result) == digest(whole[0])
+    assert result.saved() == [2, 4] and os.listdir(tmp_path) == ["snapshot.pt"]
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in result.lines(0))
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["none", "an old one"])
+def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole, stale):
+    """It is on the machine of ranks 2 and 3; that of rank 0 has none, or an old one."""
+    data, job = ("--data-dir", mnist_dir), {"before": (own_disk,)}
+    for epochs in (1, 3):
+        assert train(tmp_path, epochs, 1, *data, **job).saved()[-1] == epochs
+        if epochs == 1:
+            shutil.copy(tmp_path / "disk1/snapshot.pt", tmp_path / "old.pt")
+    assert os.listdir(tmp_path / "disk2") == []
+    (tmp_path / "disk1/snapshot.pt").rename(tmp_path / "disk2/snapshot.pt")
+    if stale:
+        (tmp_path / "old.pt").rename(tmp_path / "disk1/snapshot.pt")
+    result = train(tmp_path, 4, 1, *data, **job)
+    assert result.status == 0, result.output
+    assert "resumed from snapshot.pt of node2 at epoch 4" in result.lines(0)
+    assert list(result.epochs()) == [4]
+    assert difference(load(tmp_path / "disk1"), whole[1]) == 0
+    # Now both have one, and rank 0's machine the newer.
+    result = train(tmp_path, 4, 1, *data, **job)
+    assert "resumed from snapshot.pt of node1 at epoch 5" in result.lines(0)
+    assert digest(result) == digest(whole[0])
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory, mnist_dir):
+    folder = tmp_path_factory.mktemp("good")
+    train(folder, 1, 1, "--data-dir", mnist_dir, world_size=1, nodes=1)
+    return folder / "snapshot.pt"
+
+
+@pytest.mark.parametrize("spoil", BAD_SNAPSHOTS, ids=lambda function: function.__name__)
+def test_a_snapshot_that_one_machine_cannot_continue(tmp_path, mnist_dir, snapshot, spoil):
+    disk1, disk2 = tmp_path / "disk1", tmp_path / "disk2"
+    disk1.mkdir()
+    disk2.mkdir()
+    path = disk2 / "snapshot.pt"
+    shutil.copy(snapshot, path)
+    spoil(path, path.read_bytes())
+    before = path.read_bytes()
+    result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, before=(own_disk,), world_size=2)
+    assert result.status in (1, 2), result.output
+    # All ranks may say so: which models fit is known once all have the file.
+    errors = [line for line in result.output.splitlines() if ": error: " in line]
+    assert errors and all("snapshot.pt" in line for line in errors), result.output
+    assert all(BAD_SNAPSHOTS[spoil] in line for line in errors), result.output
+    assert result.status == 2 or "node2" in errors[0]
+    assert "Traceback" not in result.output
+    assert path.read_bytes() == before
+    assert os.listdir(disk2) == ["snapshot.pt"] and os.listdir(disk1) == []
+
+
+def other_data():
+    """Called in a child: the second machine finds no MNIST in its folder."""
+    if machine() == 2:
+        os.chdir("..")
+
+
+def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/digits").symlink_to(mnist_dir)
+    result = train(tmp_path / "here", 1, 1, "--data-dir", "digits", before=(other_data,))
+    assert result.status == 1, result.output
+    message = next(line for line in result.output.splitlines() if ": error: " in line)
+    assert "node1 has 1024 images of MNIST, sha256" in message
+    assert "node2 has 8192 generated images" in message
+    assert not (tmp_path / "here/snapshot.pt").exists()
+
+
+def test_sigterm_of_one_rank_saves_and_ends_all(tmp_path, mnist_dir, whole):
+    """Though a snapshot was to come after epoch 4 only."""
+    arguments = (4, 4, "--data-dir", mnist_dir)
+    result = train(tmp_path, *arguments, before=(sigterm_in_epoch_2,))
+    assert result.status == 128 + signal.SIGTERM, result.output
+    assert result.saved() == [2] and load(tmp_path)["next_epoch"] == 3
+    for rank, who in enumerate(["another", "another", "another", "this"]):
+        line = f"{who} rank was asked to leave (SIGTERM): end after epoch 2"
+        assert line in result.lines(rank), result.output
+    result = train(tmp_path, *arguments)
+    assert list(result.epochs()) == [3, 4] and digest(result) == digest(whole[0])
+
+
+def split_brain_name():
+    """Called in a child: a machine of the other half, with a host name of its own."""
+    socket.gethostname = lambda: f"other{machine()}"
+
+
+def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path, mnist_dir):
+    """They see the same file system and not each other: one goes on, one is refused."""
+    arguments, results = (60, 1, "--data-dir", mnist_dir), []
+
+    def half(*before):
+        results.append(train(tmp_path, *arguments, world_size=1, nodes=1, before=before))
+
+    halves = [threading.Thread(target=half, args=b) for b in [(), (split_brain_name,)]]
+    for thread in halves:
+        thread.start()
+    for thread in halves:
+        thread.join()
+    refused, kept = sorted(results, key=lambda result: -result.status)
+    assert (refused.status, kept.status) == (1, 0), refused.output + kept.output
+    assert "a lost part of this one, has written snapshot.pt meanwhile" in refused.error()
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+    assert load(tmp_path)["next_epoch"] == 61
+    written = [epoch for result in results for epoch in result.saved()]
+    assert sorted(written) == list(range(1, 61)), "an epoch was saved twice, or none"
+
+
+def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, snapshot):
+    path = tmp_path / "snapshot.pt"
+    shutil.copy(snapshot, path)
+    arguments = (2, 1, "--data-dir", mnist_dir)
+    result = train(tmp_path, *arguments, world_size=1, nodes=1, before=(limit_file_size,))
+    assert result.status == 1
+    assert "cannot write snapshot.pt, which stays as it was" in result.error()
+    assert path.read_bytes() == snapshot.read_bytes() and os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+# ---- Bad calls ----
+
+CALLS = {name: case for name, case in BAD_CALLS.items() if name != "crash epoch 0"}
+CALLS["timeout 0"] = (["--timeout", 0], "--timeout: must be a whole number from 1 up, not '0'")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
+    arguments, message = CALLS[name]
+    result = train(tmp_path, *arguments, "--data-dir", mnist_dir, world_size=2, nodes=1)
+    assert result.status == 2, result.output
+    assert message in result.error()
+    assert "Traceback" not in result.output
+    assert os.listdir(tmp_path) == []
+
+
+def test_started_without_torchrun(tmp_path):
+    result = fork(SCRIPT, cwd=tmp_path)
+    assert result.status == 2
+    assert "torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1" in result.error()
+
+
+def test_more_processes_than_gpus(tmp_path):
+    result = train(tmp_path, before=(pretend_one_gpu,), nodes=1)
+    assert result.status == 2
+    assert "4 processes want a GPU each and there are 1: use --nproc-per-node=gpu" in result.error()
+
+
+def test_an_address_that_nobody_knows(tmp_path):
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.invalid", "MASTER_PORT": "1"}
+    result = fork(SCRIPT, "--timeout", 3, cwd=tmp_path, env=environment)
+    assert result.status == 1
+    assert "does not know the name a.invalid: put it into /etc/hosts" in result.error()
+
+
+# ---- --check ----
+
+
+def other_version():
+    if machine() == 2:
+        torch.__version__ = "2.0.0"
+
+
+def loopback_name():
+    if machine() == 2:
+        socket.gethostbyname = lambda name: "127.0.1.1"
+
+
+def another_number_of_processes():
+    if machine() == 2:
+        os.environ["LOCAL_WORLD_SIZE"] = "3"
+
+
+FAULTS = {
+    other_version: r"the machines differ in torch \(node1 2\.\d+\.\d+.*, node2 2\.0\.0\): install",
+    loopback_name: r"must not stand for a loopback address \(node2: 127\.0\.1\.1\).*"
+    r" set GLOO_SOCKET_IFNAME=\w+",
+    another_number_of_processes: r"differ in processes \(node1 2, node2 3\): give all the same",
+}
+
+
+def test_check_passes(tmp_path):
+    result = train(tmp_path, "--check")
+    assert result.status == 0, result.output
+    lines = [line for line in result.lines(0) if not re.match("note:|  ", line)]
+    assert lines[0].split()[0] == "machine" and lines[4].split()[:4] == ["node2", "1", "3", "1"]
+    for number in (1, 2):
+        pattern = rf"node{number}: 10\.0\.0\.{number} on .*, torch 2\.\d+\.\d+.*, 0 GPUs"
+        assert re.fullmatch(pattern, lines[4 + number])
+    assert lines[7] == "two all_reduces and a ring of send and receive agree: OK"
+    assert re.fullmatch(r"all_reduce of 16 MiB: \d+ ms, \d+\.\d\d GB/s bus bandwidth", lines[8])
+    assert lines[9:] == ["check passed: 4 ranks on 2 machines"]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda function: function.__name__)
+def test_check_names_the_fault(tmp_path, fault):
+    result = train(tmp_path, "--check", before=(fault,))
+    assert result.status == 1, result.output
+    errors = [line for line in result.output.splitlines() if ": error: " in line]
+    assert any(re.search(FAULTS[fault], line) for line in errors), result.output
+    assert "check passed" not in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("old", ["total + coming, coming", "by_all_reduce = numbers.clone()"])
+def test_check_fails_when_the_sums_disagree(tmp_path, old):
+    new = {"total + coming, coming": "total + coming, passing",
+           "by_all_reduce = numbers.clone()": "by_all_reduce = numbers + 1"}[old]  # fmt: skip
+    text = (ROOT / SCRIPT).read_text()
+    assert text.count(old) == 1
+    (tmp_path / SCRIPT).write_text(text.replace(old, new))
+    result = train(tmp_path / "run", "--check", script=tmp_path / SCRIPT)
+    assert result.status == 1 and "check passed" not in result.output
+    assert "all_reduce and the ring of sends disagree" in result.output
+
+
+def test_check_wants_two_and_knows_itself(tmp_path):
+    result = train(tmp_path, "--check", world_size=1, nodes=1)
+    assert result.status == 2 and "one process has nobody to find" in result.error()
+    result = fork(SCRIPT, "--check", "198.51.100.1", "198.51.100.2", cwd=tmp_path)
+    assert result.status == 2 and "is none of 198.51.100.1 198.51.100.2" in result.error()
+    result = fork(SCRIPT, "--check", "127.0.0.1", "a.invalid", cwd=tmp_path)
+    assert result.status == 1 and "does not know the name a.invalid" in result.error()
+
+
+# ---- Real launches ----
+
+
+@pytest.mark.long
+def test_by_hand_in_two_terminals(tmp_path, mnist_dir):
+    """Four variables are all that a process needs to find the others."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = (PYTHON, ROOT / SCRIPT, 2, 1, "--data-dir", mnist_dir)
+    other = start(*command, cwd=tmp_path, env={"RANK": "1", **common})
+    try:
+        result = run(*command, cwd=tmp_path, env={"RANK": "0", **common})
+        output, _ = other.communicate(timeout=60)
+    finally:
+        end(other)
+    assert result.status == other.returncode == 0, result.output + output
+    assert "replicas identical on 2 ranks: max |difference| 0" in result.lines(0)
+    assert not any(line.startswith("note: ") for line in result.lines(0))
+
+
+@pytest.mark.long
+def test_torch_distributed_launch_works_too(tmp_path, mnist_dir):
+    launch = (PYTHON, "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node=2")
+    result = run(*launch, ROOT / SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 0, result.output
+    assert list(result.epochs()) == [1]
+
+
+def test_torchrun_without_the_shared_store(tmp_path, mnist_dir):
+    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, 1)
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    result = run(*launch, "--data-dir", mnist_dir, cwd=tmp_path, env=environment)
+    assert result.status == 0, result.output
+    assert list(result.epochs()) == [1] and "note: " not in result.output
+    assert "terminate called" not in result.output

@@ -1,0 +1,339 @@
+"""launch/lab, and 03_multinode.py on its machines: faults of machines and of networks."""
+
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+
+import pytest
+from lab import LAB, Job, Lab
+from support import ROOT, end, fork_ranks, run, start
+from test_02_torchrun_elastic import difference, load
+from test_repository import masked
+
+pytestmark = pytest.mark.long
+SCRIPT = ROOT / "03_multinode.py"
+ENDPOINT = ("--rdzv-id=345", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29603")
+TORCHRUN = ("torchrun", "--nnodes=2", "--nproc-per-node=2", *ENDPOINT)
+# A machine counts as dead after five seconds of silence, and the rest waits five for newcomers.
+ELASTIC = (
+    "torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", *ENDPOINT,
+    "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5",
+)  # fmt: skip
+
+
+@pytest.fixture
+def lab(tmp_path):
+    with Lab(tmp_path) as lab:
+        yield lab
+
+
+# ---- The lab itself ----
+
+
+def test_machines_have_names_addresses_and_links_of_their_own(tmp_path, lab):
+    serve = "import socket; s = socket.create_server(('', 999)); print('up', flush=True);" \
+        " c, a = s.accept(); print(a[0], socket.gethostname())"  # fmt: skip
+    connect = "import socket; socket.create_connection(('node2', 999), timeout=2)"
+    server = lab.start("node2", "python3", "-c", serve)
+    server.wait_for("up")
+    lab("cut", "node2")
+    assert re.search("node1 .* link up .*\nnode2 .* link down +1 proc", lab("list"))
+    output = lab("run", "node1", "python3", "-c", connect, check=False)
+    assert "timed out" in output or "No route to host" in output
+    lab("mend", "node2")
+    lab("run", "node1", "python3", "-c", connect)
+    assert server.result().output == "up\n10.77.0.1 node2\n"
+    assert "0 processes\nnode2  10.77.0.2  link up  0 processes" in lab("list")
+
+
+def test_kill_and_down_leave_nothing_behind(tmp_path):
+    with Lab(tmp_path, 3) as lab:
+        jobs = [lab.start(f"node{i}", "sleep", "1000") for i in (1, 2, 3)]
+        while lab("list").count(" 1 processes") < 3:
+            time.sleep(0.1)
+        lab("kill", "node2")
+        assert jobs[1].result(10).status == -signal.SIGKILL
+        assert jobs[0].process.poll() is jobs[2].process.poll() is None
+    assert all(job.result(10).status == -signal.SIGKILL for job in jobs)
+    assert "no lab is up" in lab("list", check=False)
+    folders = [name for name in os.listdir(tempfile.gettempdir()) if lab.env["LAB"] in name]
+    assert folders == []
+
+
+def test_bad_calls_of_the_lab(tmp_path, lab):
+    def call(*words):
+        result = run(LAB, *words, cwd=tmp_path, env=lab.env)
+        assert result.output.count("\n") == 1 and result.output.startswith("lab: error: ")
+        return result.status, result.output
+
+    for words, message in {
+        ("up",): (1, "a lab is up already: launch/lab list, or launch/lab down"),
+        ("up", "0"): (2, "a number of machines from 1 to 99, not 0"),
+        ("up", "2", "bad"): (2, "good, loopback or none, not bad"),
+        ("run", "node1"): (2, "which machine, and which command?"),
+        ("run", "node3", "true"): (1, "no machine node3: launch/lab list"),
+        ("cut",): (2, "which machine?"),
+        ("kill", "node3"): (1, "no machine node3"),
+    }.items():
+        status, output = call(*words)
+        assert (status, message[1] in output) == (message[0], True), output
+    assert run(LAB, cwd=tmp_path).status == 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_the_lab_works_without_root():
+    if "nobody" not in run("setpriv", "--reuid=nobody", "--clear-groups", "unshare", "--user",
+                           "--net", "sh", "-c", "echo nobody", cwd="/").output:  # fmt: skip
+        pytest.skip("this kernel lets users make no namespaces")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        shutil.copy(LAB, folder)
+        story = "./lab up && ./lab run node2 hostname && ./lab cut node1 && ./lab list; ./lab down"
+        user = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
+        result = run(*user, "sh", "-c", story, cwd=folder, env={"TMPDIR": folder})
+        assert result.status == 0, result.output
+        assert "\nnode2\n" in result.output and "node1  10.77.0.1  link down" in result.output
+        assert os.listdir(folder) == ["lab"]
+
+
+# ---- Training on two machines ----
+
+
+def test_two_machines_train_as_one_does(tmp_path, mnist_dir, lab):
+    arguments = (1, 1, "--data-dir", mnist_dir)
+    first, second = lab.run(*((node, *TORCHRUN, SCRIPT, *arguments) for node in ("node1", "node2")))
+    assert first.status == second.status == 0, first.output + second.output
+    result = first if first.lines(0) else second
+    rows = [line.split() for line in result.lines(0)[1:5]]
+    assert sorted(row[0] for row in rows) == ["node1", "node1", "node2", "node2"]
+    assert [row[2:4] for row in rows] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
+    assert "note: " not in result.output, "the lab sets the variable"
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    fork_ranks("02_torchrun_elastic.py", *arguments, cwd=whole, world_size=4)
+    assert difference(load(tmp_path), load(whole)) < 1e-4
+
+
+README = (ROOT / "README.md").read_text()
+SECTION = README.partition("\n## Several machines")[2].partition("\n## ")[0]
+
+
+def blocks(language):
+    """The blocks of code in the README's section on several machines."""
+    return re.findall(rf"^```{language}\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+
+
+def with_scripts(folder):
+    """The folder as a reader has it: the scripts, and launch/lab."""
+    for path in ROOT.glob("0*_*.py"):
+        shutil.copy(path, folder)
+    (folder / "launch").mkdir()
+    shutil.copy(LAB, folder / "launch")
+    return folder
+
+
+def test_the_story_of_the_readme(tmp_path):
+    """Its blocks, one after the other in one shell, and what they print."""
+    lab, script = Lab(with_scripts(tmp_path)), ""
+    for i, block in enumerate(blocks("sh")[:4]):
+        script += f"{block}\nwhile [ ! -e go{i} ]; do sleep 0.1; done\n"
+    lab.jobs.append(Job(start("bash", "-c", script, cwd=tmp_path, env=lab.env)))
+    [job] = lab.jobs
+    try:
+        moment, _ = job.wait_for(r"^\[rank 0/4\] epoch +4/")
+        (tmp_path / "go0").touch()
+        job.wait_for(r"^\[rank 0/2\] resumed from snapshot.pt of node1 at epoch 4", moment)
+        moment, _ = job.wait_for(r"^\[rank 0/2\] epoch", moment)
+        (tmp_path / "go1").touch()
+        job.wait_for(r"^\[rank 0/2\] this rank was asked to leave", moment)
+        moment, _ = job.wait_for(r"^\[rank 0/4\] resumed from", moment)
+        job.wait_for(r"^\[rank 0/4\] epoch", moment)
+        (tmp_path / "go2").touch()
+        (tmp_path / "go3").touch()
+        output = job.result().output
+    finally:
+        end(job.process)
+        lab("down", check=False)
+    shown = [line for block in blocks("text") for line in block.splitlines()]
+    assert len(shown) > 8 and set(masked(shown)) <= set(masked(output.splitlines()))
+
+
+@pytest.mark.parametrize("way", ["RANK=0 ", "torch.distributed.launch"])
+def test_the_old_ways_of_the_readme(tmp_path, lab, way):
+    [block] = [block for block in blocks("sh") if way in block]
+    calls = re.findall(r"^(.*) +# on (node\d)$", block.replace("\\\n", " "), re.MULTILINE)
+    assert [node for _, node in calls] == ["node1", "node2"]
+    with_scripts(tmp_path)
+    results = lab.run(*((node, "bash", "-c", command) for command, node in calls))
+    assert all(result.status == 0 for result in results), results
+    world_size = 4 if "launch" in way else 2
+    claim = f"replicas identical on {world_size} ranks: max |difference| 0"
+    assert claim in results[0].lines(0) and list(results[0].epochs()) == [1, 2, 3, 4, 5]
+
+
+class Elastic:
+    """A job on node1 and node2 that saves every third epoch, and what its ranks 0 have said."""
+
+    def __init__(self, lab, *arguments):
+        self.command = (*ELASTIC, SCRIPT, 1000, 3, "--timeout", 10, *arguments)
+        self.lab, self.jobs = lab, [lab.start(node, *self.command) for node in ("node1", "node2")]
+        self.moment = 0
+        self.until(4, r"epoch +4/")
+
+    def until(self, world_size, pattern):
+        """Wait until a rank 0 of so many says that, after what it said before."""
+        pattern = rf"^\[rank 0/{world_size}\] .*{pattern}"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for job in self.jobs:
+                for moment, line in list(job.lines):
+                    if moment > self.moment and re.search(pattern, line):
+                        self.moment = moment
+                        return line
+            time.sleep(0.05)
+        raise AssertionError("\n\n".join(job.output()[-5000:] for job in self.jobs))
+
+    def check(self, attempts):
+        """All epochs in order; after a fault, on from the last one announced as saved."""
+        lines = sorted(item for job in self.jobs for item in job.lines)
+        saved, last, resumed = 0, 0, 0
+        for _, line in lines:
+            if m := re.search(r"resumed from snapshot.pt of node\d at epoch (\d+)", line):
+                assert int(m[1]) == saved + 1 and last - saved < 3, line
+                last, resumed = saved, resumed + 1
+            elif m := re.search(r"^\[rank 0/\d\] epoch +(\d+)/1000 .*images/s( \| saved)?", line):
+                assert int(m[1]) == last + 1, line
+                last, saved = last + 1, last + 1 if m[2] else saved
+                assert m[2] or last % 3, line
+        assert resumed == attempts, resumed
+        for job in self.jobs[:1]:
+            assert "terminate called" not in job.output()
+
+
+def worker_of(lab, node):
+    """The process id of the last worker on a machine."""
+    script = """
+        for p in /proc/[0-9]*; do
+            [ $(readlink $p/ns/net) = $(readlink /proc/self/ns/net) ] || continue
+            tr '\\0' '\\n' <$p/environ | grep -q ^LOCAL_RANK=1$ && echo ${p#/proc/}
+        done 2>/dev/null"""
+    return int(lab("run", node, "sh", "-c", script, check=False).split()[-1])
+
+
+def test_sigkill_of_a_worker_and_of_a_machine(lab):
+    job = Elastic(lab)
+    os.kill(worker_of(lab, "node2"), signal.SIGKILL)
+    job.until(4, "resumed from")
+    job.until(4, "epoch")
+    lab("kill", "node2")
+    job.until(2, "resumed from")
+    job.until(2, "epoch")
+    job.check(attempts=2)
+
+
+def test_sigterm_of_a_machine_loses_nothing(lab):
+    job = Elastic(lab)
+    os.kill(job.jobs[1].process.pid, signal.SIGTERM)
+    job.until(2, "resumed from")
+    said = [line for job in job.jobs for _, line in job.lines if "asked to leave (SIGTERM)" in line]
+    assert len(said) == 4 and sum(" another rank was " in line for line in said) == 2
+    job.until(2, "epoch")
+    job.check(attempts=1)
+    epochs = [line for _, line in job.jobs[0].lines if " images/s" in line]
+    assert len(epochs) == len({line.partition("|")[0].split("epoch")[1] for line in epochs})
+
+
+def test_a_cut_link_and_its_mending(lab):
+    """The half that cannot see the rendezvous goes on by no means, and comes back by itself."""
+    job = Elastic(lab)
+    lab("cut", "node2")
+    job.until(2, "resumed from")
+    job.until(2, "epoch")
+    assert not any("[rank 0/2]" in line for _, line in job.jobs[1].lines)
+    lab("mend", "node2")
+    job.until(4, "resumed from")
+    job.until(4, "epoch")
+    job.check(attempts=2)
+
+
+# ---- What goes wrong between machines, and what the script says ----
+
+
+def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
+    call = (*TORCHRUN, SCRIPT, 1, 1, "--data-dir", mnist_dir)
+    with Lab(tmp_path, 2, "loopback") as lab:
+        results = lab.run(("node1", *call), ("node2", *call))
+        assert all(result.status == 1 for result in results)
+        output = results[0].output + results[1].output
+        assert "a machine gave the others a loopback address" in output
+        assert "set GLOO_SOCKET_IFNAME" in output and "remote=[127.0.1.1]" in output
+        results = lab.run(("node1", *call), ("node2", *call), GLOO_SOCKET_IFNAME="eth0")
+        assert all(result.status == 0 for result in results), results
+        assert "replicas identical on 4 ranks" in results[0].output + results[1].output
+
+
+def test_without_names(tmp_path, mnist_dir):
+    def call(number, *arguments):
+        address = f"--local-addr=10.77.0.{number}"
+        host = f"--rdzv-conf=is_host={int(number == 1)}"
+        command = [word.replace("node1", "10.77.0.1") for word in TORCHRUN]
+        return (f"node{number}", *command, address, host, SCRIPT, *arguments)
+
+    with Lab(tmp_path, 2, "none") as lab:
+        for arguments in ((1, 1, "--data-dir", mnist_dir), ("--check",)):
+            results = lab.run(call(1, *arguments), call(2, *arguments), GLOO_SOCKET_IFNAME="eth0")
+            assert all(result.status == 0 for result in results), results
+
+
+CHECK = ("python", SCRIPT, "--check")
+
+
+def check(lab, *nodes, names=("node1", "node2"), **env):
+    """Run --check on these machines; return the results, each of which took less than 60 s."""
+    start = time.monotonic()
+    results = lab.run(*((node, *CHECK, *names) for node in nodes), **env)
+    assert time.monotonic() - start < 60
+    assert all("Traceback" not in result.output for result in results), results
+    return results
+
+
+def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
+    first, second = check(lab, "node1", "node2")
+    assert first.status == second.status == 0, first.output + second.output
+    assert first.lines(0)[-1] == "check passed: 2 ranks on 2 machines"
+    assert any(line.startswith("node2: 10.77.0.2 on eth0, torch 2.") for line in first.lines(0))
+    results = lab.run(*((node, *TORCHRUN, SCRIPT, "--check") for node in ("node1", "node2")))
+    assert all(result.status == 0 for result in results), results
+    assert "check passed: 4 ranks on 2 machines" in results[0].output + results[1].output
+
+    lab("cut", "node2")
+    first, second = check(lab, "node1", "node2")
+    assert (first.status, second.status) == (1, 1)
+    assert first.error().startswith("node2 did not come within 30 s: is the check started there?")
+    assert second.error().startswith("node1:29603 has not answered node2 for 30 s")
+    assert "is the machine up, the address right, and the port open" in second.error()
+    lab("mend", "node2")
+    [second] = check(lab, "node2")
+    assert second.status == 1
+    assert "it is there, and nothing listens: start the check on node1 too" in second.error()
+
+
+def test_check_names_the_machine_with_a_bad_name(tmp_path):
+    with Lab(tmp_path, 2, "loopback") as lab:
+        for result in check(lab, "node1", "node2"):
+            assert result.status == 1
+            assert "(node1: 127.0.1.1, node2: 127.0.1.1)" in result.error()
+            assert "GLOO_SOCKET_IFNAME=eth0" in result.error()
+        results = check(lab, "node1", "node2", GLOO_SOCKET_IFNAME="eth0")
+        assert all(result.status == 0 for result in results), results
+    with Lab(tmp_path, 2, "none") as lab:
+        for result in check(lab, "node1", "node2"):
+            assert result.status == 1
+            assert "does not know the name node1: give its address instead" in result.error()
+        for result in check(lab, "node1", "node2", names=("10.77.0.1", "10.77.0.2")):
+            assert result.status == 1
+            assert "node1 does not know the name node2" in result.error()
+            assert "--local-addr=ITS_ADDRESS" in result.error()

@@ -1,13 +1,15 @@
 """Several machines: global rank says who you are in the job, local rank which device is yours.
 
-One torchrun on each machine, the same command on all of them; node1 is the name of the first:
+One torchrun on each machine, the same command on all, which meet at one of them, here node1:
 
     torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-id=345 --rdzv-backend=c10d \
         --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
-You have one machine only? launch/lab makes two of it (see README.md), and --standalone is one:
+You have one machine only? launch/lab makes two of it (see README.md). Or begin with one:
 
     torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
+
+On two machines with two processes each, it starts with a map:
 
     [rank 0/4] machine         node rank  global rank  local rank  device  pid
     [rank 0/4] node1                   0            0           0     cpu  4711
@@ -18,14 +20,13 @@ You have one machine only? launch/lab makes two of it (see README.md), and --sta
 --nnodes=1:2 --max-restarts=3 lets machines come and go: the job goes on from the last snapshot with
 those that are there. It needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment.
 
-Before a long job, look whether the machines find each other. On each, with the names of all:
+Before a long job, look whether the machines find each other: on each, with the names of all, this,
+or the torchrun command with --check (and no names) at its end, which tries all processes:
 
     python 03_multinode.py --check node1 node2
 
-or with --check at the end of the torchrun command, which tries all of its processes.
-
 New here: global and local rank, snapshots without a shared file system, machines that come and go.
-Before: 02_torchrun_elastic.py. Next: 04_collectives.py, what DDP is made of.
+Next: 04_collectives.py, what DDP is made of.
 """
 
 import argparse
@@ -33,6 +34,7 @@ import fcntl
 import gc
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -57,7 +59,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 SEED = 0
-PORT = 29603  # where --check meets; any free port that no firewall keeps the machines from
+PORT = 29613  # of --check; not that of a job, as a check must not write into a running job's store
 
 
 class Digits(TensorDataset):
@@ -116,35 +118,43 @@ def show_map(device):
     """Print which process of the job runs where, as each of them says of itself."""
     # The global rank (RANK) counts through the whole job: it picks the share of the data, and who
     # writes a file. The local rank (LOCAL_RANK) starts from 0 on each machine: it picks the device.
-    # Global ranks 2 and 3 can be the first two processes of a machine that has no cuda:2 and cuda:3
-    # (or has them, and then leaves cuda:0 idle). LOCAL_WORLD_SIZE is how many processes share this
-    # machine's cores. After a restart all of them but the local rank may be others than before.
+    # With two GPUs a machine, global rank 2 is the first process of the second machine: cuda:0
+    # there, and cuda:2 would fail. LOCAL_WORLD_SIZE is how many processes share this machine's
+    # cores. After a restart a process may have another global rank than before.
     mine = (dist.get_rank(), socket.gethostname(), os.environ.get("GROUP_RANK", "-"),
             os.environ.get("LOCAL_RANK", "0"), str(device), os.getpid())
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
     log(f"{'machine':<15} node rank  global rank  local rank  device  pid")
-    for rank, machine, node, local_rank, its_device, pid in found:
+    for rank, machine, node, local_rank, its_device, pid in from_all_ranks(mine):
         log(f"{machine:<15} {node:>9}  {rank:>11}  {local_rank:>10}  {its_device:>6}  {pid}")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # Ranks leave their addresses in the store. If the next attempt has the same store, it finds
-        # those of the dead; and a machine that joins looks for an entry that only the first made.
-        log("note: all attempts share torchrun's store: a restart, or a newcomer, can fail;")
-        log("      TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment cures it")
+    if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        log("note: all attempts share torchrun's store: a restart, or a newcomer, can fail; cure:")
+        log("      TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, --rdzv-backend=c10d")
+
+
+def shares_store():
+    """Return whether torchrun gives one store to all attempts of the job."""
+    # Ranks leave their addresses in the store. If the next attempt has the same store, it finds
+    # those of the dead; and a machine that joins looks for an entry that only the first made.
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def from_all_ranks(mine):
+    """Return what each rank has given for mine, in a list by rank; every rank must call it."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)  # any Python object, but slow: as a pickle
+    return found
 
 
 def check_data(train_set, source):
-    """Stop unless every machine has the same training set, whose sha256 is taken once a machine."""
+    """Stop unless all machines have the same training images; local rank 0 of each looks."""
     # Each machine has a disk of its own. What is to be done once on each (download, unpack, look
     # through) is for local rank 0: by global rank 0 alone, the others would have nothing; by all,
-    # they would write the same files at once. The gathering is outside the "if": all take part.
+    # they would write the same files at once. The exchange is outside the "if": all take part.
     mine = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         digest = hashlib.sha256(train_set.tensors[0].numpy()).hexdigest()[:12]
         mine = f"{len(train_set)} {source}, sha256 {digest}", socket.gethostname()
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    sets = dict(item for item in found if item)
+    sets = dict(item for item in from_all_ranks(mine) if item)
     if len(sets) > 1:
         there = "; ".join(f"{machine} has {data}" for data, machine in sets.items())
         stop(f"the machines would train on different data: {there}. Put the same on each, under"
@@ -168,15 +178,14 @@ def read_snapshot(path):
             raise ValueError(f"format {snapshot['format']}, and this script reads format 1")
         return content, snapshot["next_epoch"]
     except Exception as error:  # each kind of damage raises a type of its own
-        refuse(path, error)
+        refuse(path, socket.gethostname(), error)
 
 
-def refuse(path, error):
-    """End the job because the snapshot at path, on this or another machine, is of no use."""
+def refuse(path, machine, error):
+    """End the job because the snapshot that a machine has at path is of no use."""
     reason = str(error).strip().partition("\n")[0]
-    stop(f"cannot continue from {path} ({type(error).__name__}: {reason}; the machine:"
-         f" {socket.gethostname()}): move it away to start anew, or choose another --snapshot-path",
-         status=1)
+    stop(f"cannot continue from {path} of {machine} ({type(error).__name__}: {reason}): move it"
+         " away to start anew, or choose another --snapshot-path", status=1)
 
 
 def resume_newest(path, model, optimizer, device):
@@ -189,8 +198,7 @@ def resume_newest(path, model, optimizer, device):
     content, next_epoch = b"", 0
     if os.environ.get("LOCAL_RANK", "0") == "0":
         content, next_epoch = read_snapshot(path)
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (next_epoch, len(content), socket.gethostname()))
+    found = from_all_ranks((next_epoch, len(content), socket.gethostname()))
     newest = max(range(len(found)), key=lambda rank: found[rank][0])  # among equals the lowest rank
     next_epoch, size, machine = found[newest]
     if next_epoch == 0:
@@ -204,14 +212,15 @@ def resume_newest(path, model, optimizer, device):
         model.load_state_dict(snapshot["model"])
         # Without its momentum the optimizer would go on from the right place at the wrong speed.
         optimizer.load_state_dict(snapshot["optimizer"])
+        run = snapshot["run"]
     except (KeyError, RuntimeError, ValueError) as error:
-        refuse(path, error)
+        refuse(path, machine, error)
     log(f"resumed from {path} of {machine} at epoch {next_epoch}")
-    return next_epoch, snapshot["run"]
+    return next_epoch, run
 
 
 def version_of(path):
-    """Return what tells a file from those that had its name before, or None without a file."""
+    """Return what changes whenever the file at path is replaced, or None if there is none."""
     if not os.path.exists(path):
         return None
     status = os.stat(path)
@@ -219,11 +228,13 @@ def version_of(path):
 
 
 def save_if_ours(state, path, known):
-    """Write state to path and return the new version, unless path is not the version known.
+    """Write state to path and return its version; stop if path is not the known version any more.
 
     Split brain: two parts of a job that take each other for dead both go on, and on a shared file
-    system both write the same snapshot. Whoever finds that another has written there ends. The rest
-    is as in "save" of 02: path holds the old file or the whole new one at any moment.
+    system both write the same snapshot. Whoever finds that another has written there ends. That
+    leaves the moment between the look and the move, and the time (seconds) for which a network file
+    system may show an old state. The rest is as in "save" of 02: path holds the old file or the
+    whole new one at any moment.
     """
     temporary = f"{path}.{socket.gethostname()}.tmp"  # the other part, elsewhere, has its own
     try:
@@ -231,9 +242,10 @@ def save_if_ours(state, path, known):
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
-        if version_of(path) == known:
+        if version_of(path) in (known, None):  # None: somebody has moved it away
+            version = version_of(temporary)  # which the move does not change
             os.replace(temporary, path)
-            return version_of(path)
+            return version
         os.remove(temporary)
     except (OSError, RuntimeError) as error:  # torch turns the first into the second
         if os.path.exists(temporary):
@@ -292,6 +304,45 @@ def fingerprint(model):
     return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
+def explain(error):
+    """Return one line: why ranks do not find each other, the cure, and what torch itself said."""
+    said = str(error).strip().partition("\n")[0][:300]
+    try:
+        socket.gethostbyname(host := os.environ.get("MASTER_ADDR", "localhost"))
+    except OSError:
+        return (f"{socket.gethostname()} does not know the name {host}: put it into /etc/hosts, or"
+                f" start torchrun on {host} with --local-addr=ITS_ADDRESS ({said})")
+    causes = {
+        r"\[127\.": "a machine gave the others a loopback address, because its own name stands for"
+        " it there: on each, set GLOO_SOCKET_IFNAME to the interface that ip -br address shows",
+        "Unable to find address": "GLOO_SOCKET_IFNAME is no interface here: ip -br address",
+        "EADDRINUSE": "the port is taken: by another check, or by a job on this machine?",
+        "refused|reset|closed|Broken": "a process that was to answer is gone: see what the other"
+        " machines say",
+        "[Tt]ime": "some rank did not come in time: see what the other machines say. If they wait"
+        " too, a firewall is between them: ranks use ports chosen at random, not that of torchrun",
+    }
+    cause = next((text for pattern, text in causes.items() if re.search(pattern, said)), None)
+    if shares_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        cause = ("this is a restart, with a store that still holds the addresses of the dead: set"
+                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d")
+    return f"{cause or 'no process group'} ({type(error).__name__}: {said})"
+
+
+def join(device, backend, seconds, store=None, rank=-1, world_size=-1):
+    """Make the process group; its parameters come from torchrun's environment unless given."""
+    try:
+        # How long a rank waits for the others, here and in every collective. If a cable is cut, no
+        # one is told, and this time alone ends the wait: by default 10 (NCCL) or 30 (Gloo) minutes.
+        # It must be longer than any pause in which one rank keeps the others waiting.
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+            device_id=device if device.type == "cuda" else None)  # else NCCL guesses, and warns
+    except Exception as error:  # the store, the names and the connections raise types of their own
+        stop(explain(error), status=1)
+
+
 def train_multinode(device, args):
     """Train; return True if a rank was asked to leave (SIGTERM) before the last epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -340,7 +391,7 @@ def train_multinode(device, args):
         if leaving and epoch < args.total_epochs:
             who = "this rank was" if asked_to_leave.is_set() else "another rank was"
             log(f"{who} asked to leave (SIGTERM): end after epoch {epoch}", every_rank=True)
-            dist.barrier()  # the first to be gone may have all ended, so let rank 0 save before
+            dist.barrier()  # once one has left, torchrun may end the others: let rank 0 save first
             return True
     if first_epoch > args.total_epochs:
         log(f"nothing left to train: {args.snapshot_path} has {first_epoch - 1} epochs behind it,"
@@ -388,7 +439,7 @@ def evaluate(model, test_set, device):
     return correct.item() / len(test_set)
 
 
-# ---- --check: do the machines find each other? ----
+# ---- --check: do the machines find each other? If you came to train, you may stop here. ----
 
 
 def interfaces():
@@ -404,11 +455,11 @@ def interfaces():
     return found
 
 
-def describe_machine():
+def describe_machine(backend):
     """Return what the other machines should know of this one: a dict of plain types."""
     name, addresses = socket.gethostname(), interfaces()
     # The address that Gloo hands to the others: that of the interface it is told to use, else the
-    # one that this machine's own name stands for. (NCCL takes the first that is no loopback.)
+    # one that this machine's own name stands for. (NCCL leaves loopback and Docker's out.)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
         address = addresses.get(interface) if interface else socket.gethostbyname(name)
@@ -417,29 +468,29 @@ def describe_machine():
     interface = interface or next((i for i, a in addresses.items() if a == address), "no interface")
     others = [i for i, a in addresses.items() if not a.startswith("127.")]
     return {"machine": name, "address": address, "interface": interface, "others": others,
-            "torch": torch.__version__, "GPUs": torch.cuda.device_count(),
+            "torch": torch.__version__, "GPUs": torch.cuda.device_count(), "backend": backend,
             "processes": os.environ.get("LOCAL_WORLD_SIZE", "1")}
 
 
-def complaints(machines, backend):
+def complaints(machines):
     """Return a list of sentences, each a fault that this machine sees in the descriptions."""
     found = []
     hidden = [m for m in machines if not m["address"] or m["address"].startswith("127.")]
-    if hidden and backend == "gloo" and len(machines) > 1:
-        cases = ", ".join(f"{m['machine']}: {m['address'] or 'unknown'}" for m in hidden)
-        found.append(f"a machine's own name must not stand for a loopback address ({cases}), which"
-                     " it would give to the others: there, set GLOO_SOCKET_IFNAME="
-                     f"{(hidden[0]['others'] or ['INTERFACE'])[0]}")
-    for name in (m["machine"] for m in machines):
-        if "MASTER_ADDR" in os.environ:
-            break  # started by torchrun, which has needed the names already, and got on
-        try:
-            socket.gethostbyname(name)
-        except OSError:
-            found.append(f"{socket.gethostname()} does not know the name {name}: put it into"
-                         f" /etc/hosts, or start torchrun on {name} with --local-addr=ITS_ADDRESS")
+    if hidden and hidden[0]["backend"] == "gloo" and len(machines) > 1:
+        cases = ", ".join(f"{m['machine']}: {m['address'] or 'none'} on {m['interface']}"
+                          for m in hidden)
+        found.append(f"the others cannot use a machine's own address ({cases}), which is that of"
+                     " its name in its /etc/hosts, or of the interface GLOO_SOCKET_IFNAME: there,"
+                     f" set GLOO_SOCKET_IFNAME={(hidden[0]['others'] or ['INTERFACE'])[0]}")
+    if "MASTER_ADDR" not in os.environ:  # else torchrun has found the one name it needs
+        for name in (m["machine"] for m in machines):
+            try:
+                socket.gethostbyname(name)
+            except OSError:
+                found.append(f"{socket.gethostname()} does not know the name {name}: put it into"
+                             f" /etc/hosts, or give torchrun on {name} --local-addr=ITS_ADDRESS")
     for what, cure in {"torch": "install the same version on all",
-                       "GPUs": "give all the same number to --nproc-per-node",
+                       "backend": "some see a GPU and some none: does nvidia-smi work there?",
                        "processes": "give all the same --nproc-per-node"}.items():
         if len({str(m[what]) for m in machines}) > 1:
             each = ", ".join(f"{m['machine']} {m[what]}" for m in machines)
@@ -447,9 +498,14 @@ def complaints(machines, backend):
     return found
 
 
+def leave(message):
+    """End the whole process with this line, from whatever thread."""
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def reach(host, port, patience):
     """Return once host accepts connections at port; stop if it does not within patience, in s."""
-    # A TCPStore as client would wait without limit for a listener that accepts and says nothing.
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -486,25 +542,31 @@ def place_among(names):
 def roll_call(names, backend, patience=30):
     """Meet the machines of these names at PORT of the first; return (store, own place, how many).
 
-    Without torchrun, which does not start the script before all machines are there, and does not
-    say which one is missing. Stops with one line, the culprit's name in it, when one does not come
-    within patience seconds.
+    torchrun starts no script before all machines are there, and does not say which one is missing.
+    This does, in one line, when one has not come within patience seconds.
     """
     place = place_among(names)
     if place > 0:
         reach(names[0], PORT, patience)
+    # A client waits without limit for a listener that accepts and then says nothing.
+    no_answer = threading.Timer(patience, lambda: leave(f"what listens at {names[0]}:{PORT} is no"
+                                                        " store: another program?"))
+    no_answer.daemon = True
+    no_answer.start()
     try:
         store = dist.TCPStore(names[0], PORT, is_master=place == 0, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
-        store.set(f"machine {place}", json.dumps(describe_machine()))
-        deadline = time.monotonic() + patience + 2 * (place == 0)  # the first closes the store
+        no_answer.cancel()
+        store.set(f"machine {place}", json.dumps(describe_machine(backend)))
+        # The first waits longer: the store ends with it, and all want to say who is missing.
+        deadline = time.monotonic() + patience + 2 * (place == 0)
         while missing := [n for i, n in enumerate(names) if not store.check([f"machine {i}"])]:
             if time.monotonic() > deadline:
                 stop(f"{', '.join(missing)} did not come within {patience} s: is the check started"
                      " there? if it is, read what it says there", status=1)
             time.sleep(0.2)
         found = [json.loads(store.get(f"machine {i}")) for i in range(len(names))]
-        store.set(f"wrong {place}", json.dumps(complaints(found, backend)))
+        store.set(f"wrong {place}", json.dumps(complaints(found)))
         wrong = [text for i in range(len(names)) for text in json.loads(store.get(f"wrong {i}"))]
         store.set(f"heard {place}", "")
         if place == 0:  # the store ends with this process, which must not be the first to leave
@@ -514,40 +576,6 @@ def roll_call(names, backend, patience=30):
     if wrong:
         stop(" | ".join(dict.fromkeys(wrong)), status=1)
     return store, place, len(names)
-
-
-def explain(error):
-    """Return one line: why ranks do not find each other, the cure, and what torch itself said."""
-    said = str(error).strip().partition("\n")[0][:300]
-    try:
-        socket.gethostbyname(host := os.environ.get("MASTER_ADDR", "localhost"))
-    except OSError:
-        return (f"{socket.gethostname()} does not know the name {host}: put it into /etc/hosts, or"
-                f" start torchrun on {host} with --local-addr=ITS_ADDRESS ({said})")
-    causes = {
-        r"\[127\.": "a machine gave the others a loopback address, because its own name stands for"
-        " it there: on each, set GLOO_SOCKET_IFNAME to the interface that ip -br address shows",
-        "refused|reset|closed|Broken": "a process that was to answer is gone: see what the other"
-        " machines say. After a restart: was TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set?",
-        "[Tt]ime": "not all came in time: see what the other machines say. If they wait too, a"
-        " firewall is between them: ranks connect to each other on ports that are free, not on one",
-    }
-    cause = next((text for pattern, text in causes.items() if re.search(pattern, said)), "")
-    return f"{cause} ({type(error).__name__}: {said})"
-
-
-def join(device, backend, seconds, store=None, rank=-1, world_size=-1):
-    """Make the process group; its parameters come from torchrun's environment unless given."""
-    try:
-        # How long a rank waits for the others, here and in every collective. If a cable is cut, no
-        # one is told, and this time alone ends the wait: by default 10 (NCCL) or 30 (Gloo) minutes.
-        # It must be longer than any pause in which one rank keeps the others waiting.
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=seconds),
-            device_id=device if device.type == "cuda" else None)  # else NCCL guesses, and warns
-    except Exception as error:  # the store, the names and the connections raise types of their own
-        stop(f"the ranks do not find each other: {explain(error)}", status=1)
 
 
 def ring_sum(tensor):
@@ -572,15 +600,12 @@ def check_group(device, backend):
     if world_size == 1:
         stop("one process has nobody to find: name all machines, or use torchrun")
     show_map(device)
-    found = [None] * world_size
-    mine = describe_machine() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    dist.all_gather_object(found, mine)
-    machines = [each for each in found if each]
+    mine = describe_machine(backend) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    machines = [each for each in from_all_ranks(mine) if each]
     for each in machines:
         log(f"{each['machine']}: {each['address']} on {each['interface']}, torch {each['torch']},"
             f" {each['GPUs']} GPUs")
-    dist.all_gather_object(found, complaints(machines, backend))
-    if wrong := dict.fromkeys(text for each in found for text in each):
+    if wrong := dict.fromkeys(itertools.chain(*from_all_ranks(complaints(machines)))):
         stop(" | ".join(wrong), status=1)
 
     numbers = torch.arange(1024, device=device, dtype=torch.float64) * (rank + 1)
@@ -662,6 +687,9 @@ def check_path(path):
 def main():
     args = parse_args()
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if args.check is not None and started == bool(args.check):
+        stop("--check takes the names of all machines (--check node1 node2) without torchrun, and"
+             " no names with it")
     if not started and not args.check:
         stop("this script needs a launcher:"
              " torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1")

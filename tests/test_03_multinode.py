@@ -39,7 +39,8 @@ def play_machine():
     """Called in a child: a host name of its own, and an address that the others can reach."""
     name = f"node{machine()}"
     socket.gethostname = lambda: name
-    socket.gethostbyname = lambda name: {"node1": "10.0.0.1", "node2": "10.0.0.2"}[name]
+    addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
+    socket.gethostbyname = lambda name: addresses.get(name, name)
 
 
 def own_disk():
@@ -246,6 +247,16 @@ def test_an_address_that_nobody_knows(tmp_path):
     assert "does not know the name a.invalid: put it into /etc/hosts" in result.error()
 
 
+def test_a_restart_with_the_shared_store_is_named_as_the_cause(tmp_path):
+    environment = {
+        "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1",
+    }  # fmt: skip
+    result = fork(SCRIPT, "--timeout", 2, cwd=tmp_path, env=environment)
+    assert result.status == 1
+    assert "this is a restart, with a store that still holds the addresses" in result.error()
+
+
 # ---- --check ----
 
 
@@ -259,6 +270,11 @@ def loopback_name():
         socket.gethostbyname = lambda name: "127.0.1.1"
 
 
+def another_interface():
+    if machine() == 2:
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth99"
+
+
 def another_number_of_processes():
     if machine() == 2:
         os.environ["LOCAL_WORLD_SIZE"] = "3"
@@ -266,8 +282,9 @@ def another_number_of_processes():
 
 FAULTS = {
     other_version: r"the machines differ in torch \(node1 2\.\d+\.\d+.*, node2 2\.0\.0\): install",
-    loopback_name: r"must not stand for a loopback address \(node2: 127\.0\.1\.1\).*"
+    loopback_name: r"cannot use a machine's own address \(node2: 127\.0\.1\.1 on .*\).*"
     r" set GLOO_SOCKET_IFNAME=\w+",
+    another_interface: "error: GLOO_SOCKET_IFNAME is no interface here: ip -br address",
     another_number_of_processes: r"differ in processes \(node1 2, node2 3\): give all the same",
 }
 
@@ -310,6 +327,10 @@ def test_check_fails_when_the_sums_disagree(tmp_path, old):
 def test_check_wants_two_and_knows_itself(tmp_path):
     result = train(tmp_path, "--check", world_size=1, nodes=1)
     assert result.status == 2 and "one process has nobody to find" in result.error()
+    result = train(tmp_path, "--check", "node1", "node2")
+    assert result.status == 2 and "without torchrun, and no names with it" in result.output
+    result = fork(SCRIPT, "--check", cwd=tmp_path)
+    assert result.status == 2 and "--check takes the names of all machines" in result.error()
     result = fork(SCRIPT, "--check", "198.51.100.1", "198.51.100.2", cwd=tmp_path)
     assert result.status == 2 and "is none of 198.51.100.1 198.51.100.2" in result.error()
     result = fork(SCRIPT, "--check", "127.0.0.1", "a.invalid", cwd=tmp_path)

@@ -71,12 +71,14 @@ def test_bad_calls_of_the_lab(tmp_path, lab):
 
     for words, message in {
         ("up",): (1, "a lab is up already: launch/lab list, or launch/lab down"),
-        ("up", "0"): (2, "a number of machines from 1 to 99, not 0"),
+        ("up", "0"): (2, "a number from 1 to 99, not 0"),
         ("up", "2", "bad"): (2, "good, loopback or none, not bad"),
         ("run", "node1"): (2, "which machine, and which command?"),
         ("run", "node3", "true"): (1, "no machine node3: launch/lab list"),
         ("cut",): (2, "which machine?"),
         ("kill", "node3"): (1, "no machine node3"),
+        ("run", "switch", "true"): (2, "which machine, and which command?"),
+        ("cut", "../node1"): (1, "no machine ../node1"),
     }.items():
         status, output = call(*words)
         assert (status, message[1] in output) == (message[0], True), output
@@ -313,20 +315,30 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
     first, second = check(lab, "node1", "node2")
     assert (first.status, second.status) == (1, 1)
     assert first.error().startswith("node2 did not come within 30 s: is the check started there?")
-    assert second.error().startswith("node1:29603 has not answered node2 for 30 s")
+    assert second.error().startswith("node1:29613 has not answered node2 for 30 s")
     assert "is the machine up, the address right, and the port open" in second.error()
     lab("mend", "node2")
     [second] = check(lab, "node2")
     assert second.status == 1
     assert "it is there, and nothing listens: start the check on node1 too" in second.error()
+    silent = "import socket, time; s = socket.create_server(('', 29613)); time.sleep(1000)"
+    lab.start("node1", "python3", "-c", silent)
+    [second] = check(lab, "node2")
+    assert second.status == 1
+    assert second.error() == "what listens at node1:29613 is no store: another program?"
+    [first] = check(lab, "node1")
+    assert first.status == 1
+    assert "the port is taken: by another check, or by a job on this machine?" in first.error()
 
 
 def test_check_names_the_machine_with_a_bad_name(tmp_path):
     with Lab(tmp_path, 2, "loopback") as lab:
         for result in check(lab, "node1", "node2"):
             assert result.status == 1
-            assert "(node1: 127.0.1.1, node2: 127.0.1.1)" in result.error()
+            assert "(node1: 127.0.1.1 on no interface, node2: 127.0.1.1 on" in result.error()
             assert "GLOO_SOCKET_IFNAME=eth0" in result.error()
+        for result in check(lab, "node1", "node2", GLOO_SOCKET_IFNAME="eth99"):
+            assert result.status == 1 and "(node1: none on eth99, node2: none" in result.error()
         results = check(lab, "node1", "node2", GLOO_SOCKET_IFNAME="eth0")
         assert all(result.status == 0 for result in results), results
     with Lab(tmp_path, 2, "none") as lab:

@@ -304,6 +304,7 @@ def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, good_snapshot)
 # ---- Real launches ----
 
 
+@pytest.mark.long
 def test_torchrun_restarts_a_killed_rank(tmp_path):
     arguments = (ROOT / SCRIPT, 3, 1, "--crash-epoch", 2)
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3")

@@ -366,6 +366,7 @@ def test_torch_distributed_launch_works_too(tmp_path, mnist_dir):
     assert list(result.epochs()) == [1]
 
 
+@pytest.mark.long
 def test_torchrun_without_the_shared_store(tmp_path, mnist_dir):
     launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, 1)
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

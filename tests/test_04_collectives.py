@@ -290,6 +290,7 @@ def test_functions_to_copy(tmp_path):
     assert result.lines() == ["fine"] * 3
 
 
+@pytest.mark.long
 def test_benchmark(tmp_path):
     result = fork_ranks(SCRIPT, "--bench", "--only", "broadcast", "ring", cwd=tmp_path)
     assert result.status == 0, result.output

@@ -111,6 +111,7 @@ def wait_for(process, text):
     return output
 
 
+@pytest.mark.long
 def test_two_terminals(tmp_path):
     """Also: the server listens on loopback only, and one process too many is turned away."""
     server = start(PYTHON, ROOT / SCRIPT, "--role", "server", cwd=tmp_path)

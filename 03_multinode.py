@@ -307,8 +307,9 @@ def fingerprint(model):
 def explain(error):
     """Return one line: why ranks do not find each other, the cure, and what torch itself said."""
     said = str(error).strip().partition("\n")[0][:300]
+    host = os.environ.get("MASTER_ADDR", "localhost")
     try:
-        socket.gethostbyname(host := os.environ.get("MASTER_ADDR", "localhost"))
+        socket.gethostbyname(host)
     except OSError:
         return (f"{socket.gethostname()} does not know the name {host}: put it into /etc/hosts, or"
                 f" start torchrun on {host} with --local-addr=ITS_ADDRESS ({said})")

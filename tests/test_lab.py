@@ -176,6 +176,36 @@ def test_the_old_ways_of_the_readme(tmp_path, lab, way):
     assert claim in results[0].lines(0) and list(results[0].epochs()) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start its own sshd on port 22")
+@pytest.mark.skipif(not os.path.exists("/usr/sbin/sshd"), reason="no sshd: openssh-server has it")
+def test_the_start_by_ssh_of_the_readme(tmp_path, lab):
+    """On CPUs, two processes each; with servers, keys and a configuration of the test's own."""
+    [block] = [block for block in blocks("sh") if "ssh " in block]
+    with_scripts(tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={lab.env['PATH']}\n")
+    for key in ("host", "user"):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key, cwd=tmp_path)
+    (tmp_path / "sshd_config").write_text(
+        f"HostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/user.pub\nStrictModes no\n"
+        "PermitRootLogin yes\nPidFile none\n"
+    )
+    (tmp_path / "ssh_config").write_text(
+        f"IdentityFile {tmp_path}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+        "LogLevel ERROR\n"
+    )
+    serve = "mount -t tmpfs none /run; mkdir /run/sshd; exec /usr/sbin/sshd -D -e -f sshd_config"
+    for node in ("node1", "node2"):
+        server = lab.start(node, "unshare", "--mount", "sh", "-c", serve)
+        server.wait_for("Server listening on 0.0.0.0 port 22")
+    bind = "mount --bind ssh_config /etc/ssh/ssh_config; "
+    command = bind + block.replace("=gpu", "=2").replace(" 50 10", " 2 1")
+    [result] = lab.run(("node1", "unshare", "--mount", "bash", "-c", command))
+    assert result.status == 0, result.output
+    assert list(result.epochs()) == [1, 2], result.output
+    assert "replicas identical on 4 ranks: max |difference| 0" in result.lines(0)
+
+
 class Elastic:
     """A job on node1 and node2 that saves every third epoch, and what its ranks 0 have said."""
 
@@ -259,6 +289,14 @@ def test_a_cut_link_and_its_mending(lab):
     job.until(4, "resumed from")
     job.until(4, "epoch")
     job.check(attempts=2)
+
+    # Without the machine of the rendezvous the other ends too, and the next start goes on.
+    lab("kill", "node1")
+    assert job.jobs[1].result(60).status != 0
+    job.jobs += [lab.start(node, *job.command) for node in ("node1", "node2")]
+    job.until(4, "resumed from")
+    job.until(4, "epoch")
+    job.check(attempts=3)
 
 
 # ---- What goes wrong between machines, and what the script says ----

@@ -25,7 +25,6 @@ NOT_RUN = {
     "torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10": GPU,
     "torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-id=345 --rdzv-backend=c10d"
     " --rdzv-endpoint=node1:29603 03_multinode.py 50 10": f"{GPU}; {LAB}",
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "launch/lab sets it too",
     "python 03_multinode.py --check node1 node2": LAB,
     "sbatch launch/slurm.sbatch 50 10": "test_slurm.py runs it, for other epochs on CPUs",
     "torchrun --standalone --nproc-per-node=gpu 04_collectives.py": GPU,

@@ -271,7 +271,7 @@ def test_sigterm_of_a_machine_loses_nothing(lab):
     os.kill(job.jobs[1].process.pid, signal.SIGTERM)
     job.until(2, "resumed from")
     said = [line for job in job.jobs for _, line in job.lines if "asked to leave (SIGTERM)" in line]
-    assert len(said) == 4 and sum(" another rank was " in line for line in said) == 2
+    assert len(said) == 4 and sum(" another rank was " in line for line in said) in (2, 3)
     job.until(2, "epoch")
     job.check(attempts=1)
     epochs = [line for _, line in job.jobs[0].lines if " images/s" in line]

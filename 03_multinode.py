@@ -687,6 +687,8 @@ def check_path(path):
 @record  # hands an exception's traceback to torchrun, whose report shows none otherwise
 def main():
     args = parse_args()
+    # Four variables say who a process is and where the job meets. torchrun sets them, or you by
+    # hand (README.md shows it); without LOCAL_RANK a process is the only one of its machine.
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if args.check is not None and started == bool(args.check):
         stop("--check takes the names of all machines (--check node1 node2) without torchrun, and"

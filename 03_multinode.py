@@ -324,6 +324,10 @@ def explain(error):
         " too, a firewall is between them: ranks use ports chosen at random, not that of torchrun",
     }
     cause = next((text for pattern, text in causes.items() if re.search(pattern, said)), None)
+    # The rank that fails first may be one that only sees another leave: so look at the name too.
+    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    if several and (describe_machine("")["address"] or "").startswith("127."):
+        cause = causes[r"\[127\."]
     if shares_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         cause = ("this is a restart, with a store that still holds the addresses of the dead: set"
                  " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d")

@@ -305,11 +305,12 @@ def test_a_cut_link_and_its_mending(lab):
 def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
     call = (*TORCHRUN, SCRIPT, 1, 1, "--data-dir", mnist_dir)
     with Lab(tmp_path, 2, "loopback") as lab:
-        results = lab.run(("node1", *call), ("node2", *call))
+        short = (*call, "--timeout", 10)  # Gloo may try for five times as long
+        results = lab.run(("node1", *short), ("node2", *short), timeout=300)
         assert all(result.status == 1 for result in results)
         output = results[0].output + results[1].output
-        assert "a machine gave the others a loopback address" in output
-        assert "set GLOO_SOCKET_IFNAME" in output and "remote=[127.0.1.1]" in output
+        assert "a machine gave the others a loopback address" in output, output
+        assert "set GLOO_SOCKET_IFNAME" in output
         results = lab.run(("node1", *call), ("node2", *call), GLOO_SOCKET_IFNAME="eth0")
         assert all(result.status == 0 for result in results), results
         assert "replicas identical on 4 ranks" in results[0].output + results[1].output

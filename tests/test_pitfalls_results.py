@@ -1,0 +1,27 @@
+"""pitfalls/ without an error and with a wrong result: the symptom's figures, and the cure's."""
+
+import re
+
+from support import PYTHON, ROOT, run
+from test_pitfalls_hangs import show
+
+
+def last_line(result, pattern):
+    """The groups of a pattern that the last line of rank 0 matches, as numbers."""
+    match = re.fullmatch(pattern, result.lines(0)[-1])
+    assert match, result.output
+    return [float(group) for group in match.groups()]
+
+
+def test_a_device_from_the_global_rank(tmp_path):
+    script = ROOT / "pitfalls/device_from_global_rank.py"
+    broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)
+    assert broken.status == fixed.status == 0, broken.output + fixed.output
+    rows = {tuple(line.split(maxsplit=3)) for line in broken.output.splitlines()}
+    for rank, local_rank in ("2", "0"), ("3", "1"):  # on the second machine
+        assert ("1", rank, local_rank, f"cuda:{rank} does not exist") in rows
+        assert ("1", rank, local_rank, "cuda:0") in rows
+    wrong = "symptom: GPUs in use: 2 of 4 by global rank, 2 of 4 by nothing"
+    assert broken.output.splitlines()[-1] == wrong
+    assert [line.split()[3] for line in fixed.output.splitlines()[1:5]] == ["cuda:0", "cuda:1"] * 2
+    assert fixed.output.splitlines()[-1] == "cured: GPUs in use: 4 of 4 by local rank"

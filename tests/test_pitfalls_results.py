@@ -13,6 +13,20 @@ def last_line(result, pattern):
     return [float(group) for group in match.groups()]
 
 
+def test_no_set_epoch(tmp_path):
+    broken = show("no_set_epoch", tmp_path)
+    for rank in (0, 1):
+        first, second, third = [line.partition("items ")[2] for line in broken.lines(rank)[:3]]
+        assert first == second == third and len(first.split()) == 9
+    assert broken.lines(0)[0] != broken.lines(1)[0]
+    assert broken.lines(0)[-1].startswith("symptom: 1 different order in 3 epochs; rank 0 saw 500 ")
+    fixed = show("no_set_epoch", tmp_path, "--fixed")
+    for rank in (0, 1):
+        assert len({line.partition("items ")[2] for line in fixed.lines(rank)[:3]}) == 3
+    pattern = r"cured: 3 different orders in 3 epochs; rank 0 saw (\d+) of the 1000 items"
+    assert last_line(fixed, pattern)[0] > 800
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

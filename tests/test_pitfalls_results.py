@@ -27,6 +27,16 @@ def test_no_set_epoch(tmp_path):
     assert last_line(fixed, pattern)[0] > 800
 
 
+def test_an_unseeded_dataset(tmp_path):
+    facts = r"(\d+) items are in both training shares; (\d+) test items were trained on"
+    broken = show("unseeded_dataset", tmp_path)
+    assert broken.lines(0)[0] != broken.lines(1)[0]
+    assert all(count > 50 for count in last_line(broken, f"symptom: {facts}"))
+    fixed = show("unseeded_dataset", tmp_path, "--fixed")
+    assert fixed.lines(0)[0] == fixed.lines(1)[0]
+    assert last_line(fixed, f"cured: {facts}") == [0, 0]
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

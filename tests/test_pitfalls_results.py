@@ -37,6 +37,16 @@ def test_an_unseeded_dataset(tmp_path):
     assert last_line(fixed, f"cured: {facts}") == [0, 0]
 
 
+def test_a_padded_evaluation(tmp_path):
+    broken = show("padded_evaluation", tmp_path, world_size=4)
+    assert broken.lines(2)[:2] == ["images [2, 6, 0]: 2 of 3 right", "images [2, 6]: 1 of 2 right"]
+    wrong = "symptom: accuracy 0.6667 padded, 0.5833 as a mean of means; one process: 0.6000"
+    assert broken.lines(0)[-1] == wrong
+    fixed = show("padded_evaluation", tmp_path, "--fixed", world_size=4)
+    assert fixed.lines(2) == ["images [2, 6]: 1 of 2 right"]
+    assert fixed.lines(0)[-1] == "cured: accuracy 0.6000 by sums; one process: 0.6000"
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

@@ -47,6 +47,17 @@ def test_a_padded_evaluation(tmp_path):
     assert fixed.lines(0)[-1] == "cured: accuracy 0.6000 by sums; one process: 0.6000"
 
 
+def test_a_mean_of_unequal_shards(tmp_path):
+    facts = r"gradient (\S+) of its length off one process's"
+    broken = show("mean_of_unequal_shards", tmp_path)
+    assert broken.lines(1) == ["2 of 10 samples, loss times 1"]
+    assert last_line(broken, f"symptom: {facts}")[0] > 0.1
+    fixed = show("mean_of_unequal_shards", tmp_path, "--fixed")
+    assert fixed.lines(0)[0] == "8 of 10 samples, loss times 1.6"
+    assert fixed.lines(1) == ["2 of 10 samples, loss times 0.4"]
+    assert last_line(fixed, f"cured: {facts}")[0] < 1e-5
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

@@ -58,6 +58,24 @@ def test_a_mean_of_unequal_shards(tmp_path):
     assert last_line(fixed, f"cured: {facts}")[0] < 1e-5
 
 
+def test_learning_rate_and_world_size(tmp_path):
+    name, facts = "learning_rate_and_world_size", r"weights up to (\S+) off those of one process"
+
+    def epochs(result):
+        """{(ranks, samples of each): (steps, loss)}"""
+        pattern = r"global batch (\d) x (\d+), (\d+) steps an epoch: loss (\S+) after it"
+        found = [re.fullmatch(pattern, line) for line in result.lines(0)[:-1]]
+        return {(int(m[1]), int(m[2])): (int(m[3]), float(m[4])) for m in found}
+
+    broken = show(name, tmp_path, world_size=4)
+    assert last_line(broken, f"symptom: {facts}")[0] > 0.1
+    (steps, loss), (fewer_steps, higher_loss) = epochs(broken)[1, 16], epochs(broken)[4, 16]
+    assert (steps, fewer_steps) == (64, 16) and higher_loss > 2 * loss
+    fixed = show(name, tmp_path, "--fixed", world_size=4)
+    assert last_line(fixed, f"cured: {facts}")[0] < 1e-5
+    assert epochs(fixed)[4, 4] == epochs(fixed)[1, 16] == (steps, loss)
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

@@ -76,6 +76,20 @@ def test_learning_rate_and_world_size(tmp_path):
     assert epochs(fixed)[4, 4] == epochs(fixed)[1, 16] == (steps, loss)
 
 
+def test_a_small_batch_norm(tmp_path):
+    facts = r"outputs are off one process's by up to (\S+)"
+    broken = show("small_batch_norm", tmp_path, world_size=4)
+    assert last_line(broken, f"symptom: {facts}")[0] > 0.1
+    for rank in range(4):  # whatever the images show
+        values = re.match(r"feature 0: tensor\(\[(.*)\]\); ", broken.lines(rank)[0])[1].split(",")
+        assert sorted(round(float(value)) for value in values) == [-1, 1]
+    fixed = show("small_batch_norm", tmp_path, "--fixed", world_size=4)
+    assert last_line(fixed, f"cured: {facts}")[0] < 1e-5
+    assert fixed.lines(0)[0].startswith(
+        "on a CPU: SyncBatchNorm expected input tensor to be on GPU"
+    )
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

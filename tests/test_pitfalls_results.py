@@ -90,6 +90,21 @@ def test_a_small_batch_norm(tmp_path):
     )
 
 
+def test_an_async_read_too_early(tmp_path):
+    broken = show("async_read_too_early", tmp_path)
+    assert broken.lines(0) == [
+        "put in 1, read 1",
+        "symptom: the sum is 3; rank 0 read 1, and rank 1, which did wait, 2",
+    ]
+    assert broken.lines(1) == ["put in 2, read 2"]
+    fixed = show("async_read_too_early", tmp_path, "--fixed")
+    assert fixed.lines(0) == [
+        "put in 1, read 3",
+        "cured: the sum is 3; rank 0 read 3, and rank 1, which did wait, 3",
+    ]
+    assert fixed.lines(1) == ["put in 2, read 3"]
+
+
 def test_a_device_from_the_global_rank(tmp_path):
     script = ROOT / "pitfalls/device_from_global_rank.py"
     broken, fixed = run(PYTHON, script, cwd=tmp_path), run(PYTHON, script, "--fixed", cwd=tmp_path)

@@ -27,8 +27,10 @@ Next: 02_torchrun_elastic.py, which survives a crash.
 
 import argparse
 import copy
+import fcntl
 import gc
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -157,6 +159,7 @@ def worker(rank, world_size, port, args):
     """One process of the job, started by mp.spawn, which puts the process's number, rank, first."""
     device, backend = pick_device(rank)
     share_cores(world_size)
+    listen_locally()
     # The ranks find each other in a store, a small server for keys and values, which the parent
     # keeps at this port: each leaves its address there and waits until all world_size have (NCCL
     # puts that off to the first collective). If one never comes, the others give up after the
@@ -284,6 +287,13 @@ def share_cores(local_world_size):
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
+def listen_locally():
+    """Let Gloo listen on the loopback interface alone, if the whole job is on this machine."""
+    # By default it listens at the address of this machine's name, for whoever connects.
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # lo; on a Mac lo0
+
+
 def log(message, every_rank=False):
     """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
@@ -314,6 +324,18 @@ def check_path(path):
         stop(f"{path} is no file of torch.save, or not a whole one: move it or choose another path")
 
 
+def claim(path, suffix=".lock"):
+    """Lock path for as long as this process lives; stop if another living process has it."""
+    # Two jobs that save to one path would go on from each other's epochs. The system takes the lock
+    # back when the process ends, whatever ends it; the file of the lock stays, hidden and empty.
+    folder, name = os.path.split(path)
+    lock = os.open(os.path.join(folder, f".{name}{suffix}"), os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end: lock is never closed
+    except BlockingIOError:
+        stop(f"another job is running with {path}: end it, or choose another path", 1)
+
+
 def main():
     args = parse_args()
     if "LOCAL_RANK" in os.environ:
@@ -328,9 +350,13 @@ def main():
         stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
              f" (an image for each rank) to {images} (the training set)")
     check_path(args.checkpoint_path)
+    claim(args.checkpoint_path)
     # Port 0: the system picks a free one. A fixed port meets the next job on this machine; a free
-    # one that was looked up beforehand may be taken when it is needed.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # one that was looked up beforehand may be taken when it is needed. A listening socket of our
+    # own, as the store's would listen on all addresses of the machine, whatever host it is given.
+    listener = socket.create_server(("127.0.0.1", 0))
+    store = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True,
+                          wait_for_workers=False, master_listen_fd=listener.detach())
     try:
         # Every child imports this file anew, hence the "if __name__" at its end. When one fails,
         # spawn ends the others and raises here, with the child's traceback.

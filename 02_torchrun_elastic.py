@@ -24,13 +24,16 @@ python -m torch.distributed.launch, torchrun's predecessor, works as well; prefe
 """
 
 import argparse
+import fcntl
 import gc
 import hashlib
 import itertools
 import os
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from datetime import timedelta
@@ -292,6 +295,13 @@ def share_cores(local_world_size):
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
+def listen_locally():
+    """Let Gloo listen on the loopback interface alone, if the whole job is on this machine."""
+    # By default it listens at the address of this machine's name, for whoever connects.
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # lo; on a Mac lo0
+
+
 def log(message, every_rank=False):
     """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
@@ -309,6 +319,31 @@ def stop(message, status=2):
     sys.exit(status)
 
 
+def exit_with_launcher():
+    """End this process once its launcher is gone, killed so that it could tell nobody."""
+    # SIGKILL leaves torchrun no time to end its workers: they would train on unseen, keep their
+    # GPUs, and save over the snapshots of the job that you start next.
+    def watch(launcher):
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+
+
+def explain_timeout(error, store, rank, world_size):
+    """Print which ranks did not come, if error says that this one has waited too long."""
+    if "timed out" in str(error).lower() or "timeout" in str(error):
+        store.set_timeout(timedelta(seconds=5))
+        store.set(f"rank {rank} waited", "")
+        time.sleep(2)  # another may have begun to wait a little later
+        absent = [str(r) for r in range(world_size) if not store.check([f"rank {r} waited"])]
+        whom = f"rank {', '.join(absent)}, which has stopped or is slower than the timeout allows"
+        if not absent:
+            whom = "others, which wait elsewhere: compare the ranks' tracebacks"
+        print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
+
+
 def check_path(path):
     """Stop unless path can be written, and holds nothing yet or a whole zip archive."""
     folder = os.path.dirname(path) or "."
@@ -320,6 +355,18 @@ def check_path(path):
         stop(f"{path} is a directory: give the path of a file")
     if os.path.exists(path) and not zipfile.is_zipfile(path):  # torch.save makes zip archives
         stop(f"{path} is no file of torch.save, or not a whole one: move it or choose another path")
+
+
+def claim(path, suffix=".lock"):
+    """Lock path for as long as this process lives; stop if another living process has it."""
+    # Two jobs that save to one path would go on from each other's epochs. The system takes the lock
+    # back when the process ends, whatever ends it; the file of the lock stays, hidden and empty.
+    folder, name = os.path.split(path)
+    lock = os.open(os.path.join(folder, f".{name}{suffix}"), os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end: lock is never closed
+    except BlockingIOError:
+        stop(f"another job is running with {path}: end it, or choose another path", 1)
 
 
 @record  # hands an exception's traceback to torchrun, whose report shows none otherwise
@@ -336,17 +383,25 @@ def main():
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
              " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+    exit_with_launcher()
     check_path(args.snapshot_path)
+    if os.environ["RANK"] == "0":  # the one that saves
+        claim(args.snapshot_path)
     device, backend = pick_device(local_rank)
     share_cores(local_world_size)
+    listen_locally()
     # torchrun keeps one store for all attempts. Without a prefix for each attempt, restarted ranks
     # read the addresses that the dead ones left there, and are refused or wait until the timeout.
     # (That is the cure on one machine: between machines the counts of attempts can differ.)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    train_elastic(device, args)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        train_elastic(device, args)
+    except RuntimeError as error:
+        explain_timeout(error, store, rank, world_size)
+        raise
     # Collect, then destroy, and not in a "finally": 01_single_node_multi_gpu.py says why.
     gc.collect()
     dist.destroy_process_group()

@@ -32,6 +32,7 @@ Next: 04_collectives.py, what DDP is made of.
 import argparse
 import fcntl
 import gc
+import glob
 import hashlib
 import io
 import itertools
@@ -335,8 +336,11 @@ def explain(error):
 
 
 def join(device, backend, seconds, store=None, rank=-1, world_size=-1):
-    """Make the process group; its parameters come from torchrun's environment unless given."""
+    """Make the process group, from torchrun's environment or what is given; return its store."""
     try:
+        if store is None:
+            store, rank, world_size = next(dist.rendezvous(
+                "env://", timeout=timedelta(seconds=seconds)))
         # How long a rank waits for the others, here and in every collective. If a cable is cut, no
         # one is told, and this time alone ends the wait: by default 10 (NCCL) or 30 (Gloo) minutes.
         # It must be longer than any pause in which one rank keeps the others waiting.
@@ -344,23 +348,31 @@ def join(device, backend, seconds, store=None, rank=-1, world_size=-1):
             backend, store=store, rank=rank, world_size=world_size,
             timeout=timedelta(seconds=seconds),
             device_id=device if device.type == "cuda" else None)  # else NCCL guesses, and warns
+        return store
     except Exception as error:  # the store, the names and the connections raise types of their own
         stop(explain(error), status=1)
+
+
+def share_of_batch(batch_size, images):
+    """Return how many images of each batch a rank takes; stop unless all get one."""
+    world_size = dist.get_world_size()
+    if not world_size <= batch_size <= images:
+        stop(f"--batch-size {batch_size} is impossible: give a number from {world_size}"
+             f" (an image for each rank) to {images} (the training set)")
+    # The batch of all ranks stays the same, and each rank's share of it changes, as machines come
+    # and go: the steps stay the same too, and the learning rate stays right.
+    share = batch_size // world_size
+    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+    return share
 
 
 def train_multinode(device, args):
     """Train; return True if a rank was asked to leave (SIGTERM) before the last epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set, source = load_data(args.data_dir)
-    if not world_size <= args.batch_size <= len(train_set):
-        stop(f"--batch-size {args.batch_size} is impossible: give a number from {world_size}"
-             f" (an image for each rank) to {len(train_set)} (the training set)")
     check_data(train_set, source)
-    # The batch of all ranks stays the same, and each rank's share of it changes, as machines come
-    # and go: the steps stay the same too, and the learning rate stays right.
-    share = args.batch_size // world_size
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
-    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+    share = share_of_batch(args.batch_size, len(train_set))
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=tuple)
 
@@ -675,6 +687,31 @@ def stop(message, status=2):
     sys.exit(status)
 
 
+def exit_with_launcher():
+    """End this process once its launcher is gone, killed so that it could tell nobody."""
+    # SIGKILL leaves torchrun no time to end its workers: they would train on unseen, keep their
+    # GPUs, and save over the snapshots of the job that you start next.
+    def watch(launcher):
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+
+
+def explain_timeout(error, store, rank, world_size):
+    """Print which ranks did not come, if error says that this one has waited too long."""
+    if "timed out" in str(error).lower() or "timeout" in str(error):
+        store.set_timeout(timedelta(seconds=5))
+        store.set(f"rank {rank} waited", "")
+        time.sleep(2)  # another may have begun to wait a little later
+        absent = [str(r) for r in range(world_size) if not store.check([f"rank {r} waited"])]
+        whom = f"rank {', '.join(absent)}, which has stopped or is slower than the timeout allows"
+        if not absent:
+            whom = "others, which wait elsewhere: compare the ranks' tracebacks"
+        print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
+
+
 def check_path(path):
     """Stop unless path can be written, and holds nothing yet or a whole zip archive."""
     folder = os.path.dirname(path) or "."
@@ -686,6 +723,18 @@ def check_path(path):
         stop(f"{path} is a directory: give the path of a file")
     if os.path.exists(path) and not zipfile.is_zipfile(path):  # torch.save makes zip archives
         stop(f"{path} is no file of torch.save, or not a whole one: move it or choose another path")
+
+
+def claim(path, suffix=".lock"):
+    """Lock path for as long as this process lives; stop if another living process has it."""
+    # Two jobs that save to one path would go on from each other's epochs. The system takes the lock
+    # back when the process ends, whatever ends it; the file of the lock stays, hidden and empty.
+    folder, name = os.path.split(path)
+    lock = os.open(os.path.join(folder, f".{name}{suffix}"), os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end: lock is never closed
+    except BlockingIOError:
+        stop(f"another job is running with {path}: end it, or choose another path", 1)
 
 
 @record  # hands an exception's traceback to torchrun, whose report shows none otherwise
@@ -706,14 +755,26 @@ def main():
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
              " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
+        exit_with_launcher()
     check_path(args.snapshot_path)
     device, backend = pick_device(local_rank)
     share_cores(local_world_size)
     left = False
     if args.check is None:
-        join(device, backend, args.timeout)
+        store = join(device, backend, args.timeout)
         show_map(device)
-        left = train_multinode(device, args)
+        if dist.get_rank() == 0:
+            # A lock for each machine: if all shared one, a machine that is cut off would hold it.
+            claim(args.snapshot_path, f".{socket.gethostname()}.lock")
+            for leftover in glob.glob(f"{glob.escape(args.snapshot_path)}.*.tmp"):
+                if time.time() - os.path.getmtime(leftover) > 600:  # older than a save can take
+                    os.remove(leftover)  # of a machine that died while it saved
+        try:
+            left = train_multinode(device, args)
+        except RuntimeError as error:
+            explain_timeout(error, store, dist.get_rank(), dist.get_world_size())
+            raise
     else:
         # 10 seconds: Gloo tries to connect for five times as long.
         join(device, backend, 10, *(roll_call(args.check, backend) if args.check else ()))

@@ -30,6 +30,7 @@ import gc
 import inspect
 import os
 import re
+import socket
 import statistics
 import sys
 import time
@@ -570,6 +571,13 @@ def share_cores(local_world_size):
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
+def listen_locally():
+    """Let Gloo listen on the loopback interface alone, if the whole job is on this machine."""
+    # By default it listens at the address of this machine's name, for whoever connects.
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # lo; on a Mac lo0
+
+
 def log(message, every_rank=False):
     """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
@@ -604,6 +612,7 @@ def main():
              " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
     device, backend = pick_device(local_rank)
     share_cores(local_world_size)
+    listen_locally()
     # device_id: for NCCL, which otherwise has to guess it in a barrier. Gloo must not be given one.
     dist.init_process_group(
         backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)

@@ -427,6 +427,8 @@ def process_groups(store, me):
             me.say("file://: left out, as not every process sees the same folder")
         else:
             arguments = rendezvous_arguments(way, me, port, path, server)
+            if me.host == "127.0.0.1":  # by default Gloo listens at the address of this machine's
+                os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(1)  # name, not at lo
             dist.init_process_group("gloo", timeout=TIMEOUT, **arguments)
             total = torch.tensor(dist.get_rank() + 1)
             dist.all_reduce(total)

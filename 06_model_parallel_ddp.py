@@ -27,6 +27,7 @@ too big for one device there are tensor parallelism and sharding (FSDP), which a
 import argparse
 import gc
 import os
+import socket
 import statistics
 import sys
 import time
@@ -371,6 +372,13 @@ def share_cores(local_world_size):
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
+def listen_locally():
+    """Let Gloo listen on the loopback interface alone, if the whole job is on this machine."""
+    # By default it listens at the address of this machine's name, for whoever connects.
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # lo; on a Mac lo0
+
+
 def log(message, every_rank=False):
     """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
@@ -404,6 +412,7 @@ def main():
         device, backend = pick_device(local_rank)
         devices = [device, device]
     share_cores(local_world_size)
+    listen_locally()
     # device_id binds the group to one GPU, and NCCL then refuses tensors on any other: not for a
     # process that drives two. (In 04_collectives.py it is right.)
     bound = device if device.type == "cuda" and args.mode == "pipeline" else None

@@ -11,6 +11,7 @@ from support import (
     ROOT,
     assert_nothing_left,
     end,
+    files,
     fork,
     fork_workers,
     limit_file_size,
@@ -46,7 +47,7 @@ def test_two_ranks_train_and_prove_it(tmp_path):
     assert epochs[3][0] < epochs[1][0] / 10 and epochs[3][1] > 0.95
     assert result.saved() == [2, 3]
     assert result.lines(0)[-1] == "replicas identical on 2 ranks: max |difference| 0"
-    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+    assert files(tmp_path) == ["checkpoint.pt"]
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert checkpoint["epoch"] == 3 and len(checkpoint["model"]) == 6
 
@@ -148,7 +149,7 @@ def test_a_full_disk_ends_the_job_and_keeps_the_old_file(tmp_path, mnist_dir):
     result = fork_job(tmp_path, mnist_dir, world_size=1, before=limit_file_size)
     assert result.status == 1
     assert result.error().startswith("cannot write checkpoint.pt, which stays as it was; is the")
-    assert os.listdir(tmp_path) == ["checkpoint.pt"] and old.read_bytes() == before
+    assert files(tmp_path) == ["checkpoint.pt"] and old.read_bytes() == before
 
 
 BAD_CALLS = {
@@ -175,7 +176,7 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
     assert result.status == 2, result.output
     assert message in result.error()
     assert len(result.output.splitlines()) == 1, result.output
-    assert os.listdir(tmp_path) == ["notes.txt"]
+    assert files(tmp_path) == ["notes.txt"]
     assert (tmp_path / "notes.txt").read_text() == "keep me"
 
 

@@ -14,6 +14,7 @@ from support import (
     PYTHON,
     ROOT,
     TORCHRUN,
+    files,
     fork,
     fork_ranks,
     limit_file_size,
@@ -75,7 +76,7 @@ def test_snapshots_every_so_many_epochs_and_at_the_end(tmp_path, mnist_dir):
     result = train(tmp_path, 5, 2, "--data-dir", mnist_dir)
     assert result.saved() == [2, 4, 5]
     assert load(tmp_path)["next_epoch"] == 6
-    assert os.listdir(tmp_path) == ["snapshot.pt"]
+    assert files(tmp_path) == ["snapshot.pt"]
 
 
 def test_without_restarts_the_next_call_resumes(tmp_path, mnist_dir):
@@ -240,7 +241,7 @@ def test_a_snapshot_that_cannot_be_continued_is_refused(tmp_path, mnist_dir, goo
     assert "move it" in result.error()
     assert "Traceback" not in result.output
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["snapshot.pt"], "code in the pickle was executed"
+    assert files(tmp_path) == ["snapshot.pt"], "code in the pickle was executed"
 
 
 # ---- Bad calls ----
@@ -265,7 +266,7 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
     assert result.status == 2, result.output
     assert message in result.error()
     assert "Traceback" not in result.output
-    assert os.listdir(tmp_path) == []
+    assert files(tmp_path) == []
 
 
 def test_a_fault_of_one_rank_alone_is_told(tmp_path, mnist_dir):
@@ -298,7 +299,7 @@ def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, good_snapshot)
     assert result.status == 1
     assert "cannot write snapshot.pt, which stays as it was" in result.error()
     assert path.read_bytes() == good_snapshot.read_bytes()
-    assert os.listdir(tmp_path) == ["snapshot.pt"]
+    assert files(tmp_path) == ["snapshot.pt"]
 
 
 # ---- Real launches ----
@@ -314,7 +315,7 @@ def test_torchrun_restarts_a_killed_rank(tmp_path):
     assert "attempt 2" not in result.output
     assert list(result.epochs()) == [1, 2, 3] and result.epochs()[3][1] > 0.95
     assert result.lines(0)[-2] == "replicas identical on 2 ranks: max |difference| 0"
-    assert os.listdir(tmp_path) == ["snapshot.pt"]
+    assert files(tmp_path) == ["snapshot.pt"]
     whole = train(tmp_path / "whole", 3, 1)
     assert difference(load(tmp_path), load(tmp_path / "whole")) == 0
     assert digest(result) == digest(whole)

@@ -1,9 +1,8 @@
 import gzip
 import hashlib
-import struct
 
 import pytest
-import torch
+from support import make_digits, write_digits
 
 
 def pytest_addoption(parser):
@@ -16,24 +15,9 @@ def rounds(request):
     return request.config.getoption("--rounds")
 
 
-def idx(tensor):
-    """A uint8 tensor in the IDX format of the MNIST files: magic, sizes, big-endian, then bytes."""
-    header = struct.pack(f">{1 + tensor.dim()}i", 0x0800 + tensor.dim(), *tensor.shape)
-    return header + tensor.to(torch.uint8).numpy().tobytes()
-
-
 @pytest.fixture(scope="session")
 def idx_files():
-    """{file name: content} of a small set in MNIST's layout: 1,024 + 256 images, easy to learn."""
-    generator = torch.Generator().manual_seed(1)
-    patterns = torch.randint(0, 200, (10, 28, 28), generator=generator)
-    files = {}
-    for split, count in (("train", 1024), ("t10k", 256)):
-        labels = torch.randint(10, (count,), generator=generator)
-        images = patterns[labels] + torch.randint(0, 56, (count, 28, 28), generator=generator)
-        files[f"{split}-images-idx3-ubyte"] = idx(images)
-        files[f"{split}-labels-idx1-ubyte"] = idx(labels)
-    return files
+    return make_digits()
 
 
 @pytest.fixture(scope="session")
@@ -43,21 +27,13 @@ def archives(idx_files):
     return {name: (data, hashlib.md5(data).hexdigest()) for name, data in packed.items()}
 
 
-def write_set(root, idx_files):
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, data in idx_files.items():
-        (raw / name).write_bytes(data)
-    return root
-
-
 @pytest.fixture(scope="session")
-def mnist_dir(tmp_path_factory, idx_files):
+def mnist_dir(tmp_path_factory):
     """A folder for --data-dir that holds the small set; not to be written to."""
-    return write_set(tmp_path_factory.mktemp("digits"), idx_files)
+    return write_digits(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.fixture
-def own_mnist_dir(tmp_path, idx_files):
+def own_mnist_dir(tmp_path):
     """The same set in a folder of the test's own, to damage."""
-    return write_set(tmp_path / "digits", idx_files)
+    return write_digits(tmp_path / "digits")

@@ -17,6 +17,7 @@ import re
 import resource
 import runpy
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,34 @@ def record_draws():
 def files(folder):
     """The names of what a run has left in folder, hidden locks apart, in order."""
     return sorted(name for name in os.listdir(folder) if not name.endswith(".lock"))
+
+
+def idx(tensor):
+    """A uint8 tensor in the IDX format of the MNIST files: magic, sizes, big-endian, then bytes."""
+    header = struct.pack(f">{1 + tensor.dim()}i", 0x0800 + tensor.dim(), *tensor.shape)
+    return header + tensor.to(torch.uint8).numpy().tobytes()
+
+
+def make_digits():
+    """{file name: content} of a small set in MNIST's layout: 1,024 + 256 images, easy to learn."""
+    generator = torch.Generator().manual_seed(1)
+    patterns = torch.randint(0, 200, (10, 28, 28), generator=generator)
+    files = {}
+    for split, count in (("train", 1024), ("t10k", 256)):
+        labels = torch.randint(10, (count,), generator=generator)
+        images = patterns[labels] + torch.randint(0, 56, (count, 28, 28), generator=generator)
+        files[f"{split}-images-idx3-ubyte"] = idx(images)
+        files[f"{split}-labels-idx1-ubyte"] = idx(labels)
+    return files
+
+
+def write_digits(root):
+    """Write the small set below root, for --data-dir; return root."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, data in make_digits().items():
+        (raw / name).write_bytes(data)
+    return root
 
 
 @dataclass

@@ -24,6 +24,7 @@ python -m torch.distributed.launch, torchrun's predecessor, works as well; prefe
 """
 
 import argparse
+import contextlib
 import fcntl
 import gc
 import hashlib
@@ -333,15 +334,16 @@ def exit_with_launcher():
 
 def explain_timeout(error, store, rank, world_size):
     """Print which ranks did not come, if error says that this one has waited too long."""
-    if "timed out" in str(error).lower() or "timeout" in str(error):
+    with contextlib.suppress(dist.DistError):  # the store may be gone, too
         store.set_timeout(timedelta(seconds=5))
-        store.set(f"rank {rank} waited", "")
-        time.sleep(2)  # another may have begun to wait a little later
-        absent = [str(r) for r in range(world_size) if not store.check([f"rank {r} waited"])]
-        whom = f"rank {', '.join(absent)}, which has stopped or is slower than the timeout allows"
-        if not absent:
+        store.set(f"rank {rank} failed", "")
+        time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
+        if "timed out" in str(error).lower() or "timeout" in str(error):
+            absent = [str(r) for r in range(world_size) if not store.check([f"rank {r} failed"])]
             whom = "others, which wait elsewhere: compare the ranks' tracebacks"
-        print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
+            if absent:
+                whom = f"rank {', '.join(absent)}: it has stopped, or is slower than the timeout"
+            print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
 
 
 def check_path(path):

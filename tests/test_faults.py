@@ -1,0 +1,362 @@
+"""What befalls a job: kills at any moment, bad disks, hangs, a second job, whoever connects."""
+
+import ast
+import os
+import pathlib
+import re
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from fault_campaign import campaign, tensors
+from lab import Lab
+from support import (
+    PYTHON,
+    ROOT,
+    TORCHRUN,
+    assert_nothing_left,
+    end,
+    family,
+    files,
+    fork,
+    fork_ranks,
+    start,
+)
+
+SCRIPT = "02_torchrun_elastic.py"
+WAITED = "[rank 0/2] waited in vain for rank 1: it has stopped, or is slower than the timeout"
+
+# ---- Killed anywhere (python tests/fault_campaign.py --rounds 100 for more) ----
+
+
+def test_a_few_kills_lose_nothing(mnist_dir):
+    assert len(campaign(2, "a few", mnist_dir)) == 2
+
+
+@pytest.mark.long
+def test_many_kills_lose_nothing(mnist_dir, rounds):
+    assert len(campaign(rounds, "many", mnist_dir)) == rounds
+
+
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "03_multinode.py"])
+def test_workers_end_when_torchrun_is_killed(tmp_path, mnist_dir, script):
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / script, 500, 500,
+                "--data-dir", mnist_dir, cwd=tmp_path)  # fmt: skip
+    try:
+        for line in job.stdout:
+            if re.search("epoch +1/500", line):
+                break
+        assert len(family(job)) >= 2
+        job.kill()
+        job.wait()
+        assert_nothing_left(job)
+    finally:
+        end(job)
+
+
+# ---- Bad disks ----
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, mnist_dir):
+    """(a snapshot after one epoch, the tensors after two)."""
+    folder = tmp_path_factory.mktemp("good")
+    path = folder / "snapshot.pt"
+    for epochs in (1, 2):
+        job = {"cwd": folder, "world_size": 1}
+        assert fork_ranks(SCRIPT, epochs, "--data-dir", mnist_dir, **job).status == 0
+        if epochs == 1:
+            first = path.read_bytes()
+    return first, tensors(torch.load(path, weights_only=True))
+
+
+def refused_or_unharmed(folder, content, good, mnist_dir):
+    """Go on from this snapshot; return "refused" or "the same weights"; fails on anything else."""
+    path = folder / "snapshot.pt"
+    path.write_bytes(content)
+    result = fork_ranks(SCRIPT, 2, "--data-dir", mnist_dir, cwd=folder, world_size=1)
+    if result.status == 0:
+        found = tensors(torch.load(path, weights_only=True))
+        assert all(torch.equal(*pair) for pair in zip(found, good[1], strict=True))
+        return "the same weights"
+    assert "snapshot.pt" in result.error() and "move it" in result.error(), result.output
+    assert "Traceback" not in result.output
+    assert path.read_bytes() == content and files(folder) == ["snapshot.pt"]
+    return "refused"
+
+
+@pytest.mark.long
+def test_a_snapshot_cut_at_any_length_is_refused(tmp_path, mnist_dir, good):
+    content = good[0]
+    lengths = [*range(0, len(content), len(content) // 15), *range(len(content) - 4, len(content))]
+    assert len(lengths) == 20
+    for length in lengths:
+        assert refused_or_unharmed(tmp_path, content[:length], good, mnist_dir) == "refused"
+
+
+@pytest.mark.long
+def test_a_flipped_byte_anywhere_does_no_harm(tmp_path, mnist_dir, good):
+    """In a tensor it is refused; in a part that holds nothing (padding) the run is the same."""
+    content, outcomes = good[0], []
+    for position in range(len(content) // 40, len(content), len(content) // 20):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x10
+        outcomes.append(refused_or_unharmed(tmp_path, bytes(damaged), good, mnist_dir))
+    print(outcomes)
+    assert len(outcomes) == 20 and outcomes.count("refused") >= 15
+
+
+def make_folder_read_only():
+    """Called in a child: after the first save, the folder is closed, and to root as well."""
+    replace = os.replace
+
+    def replace_and_close(source, target):
+        replace(source, target)
+        os.chmod(".", 0o555)
+        if os.getuid() == 0:  # who may write everywhere
+            os.setuid(65534)
+
+    os.replace = replace_and_close
+
+
+def test_a_folder_that_becomes_read_only(tmp_path, mnist_dir):
+    arguments = (3, 1, "--data-dir", mnist_dir)
+    result = fork_ranks(SCRIPT, *arguments, cwd=tmp_path, before=make_folder_read_only)
+    assert result.status == 1, result.output
+    assert "cannot write snapshot.pt, which stays as it was" in result.error()
+    assert "Permission denied: 'snapshot.pt.tmp'" in result.error()
+    assert result.saved() == [1] and files(tmp_path) == ["snapshot.pt"]
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["next_epoch"] == 2
+
+
+# ---- Hangs become errors ----
+
+
+def impatient(folder, old="", new=""):
+    """Copy 02 with a timeout of 3 seconds, and one line changed; return the path."""
+    text = (ROOT / SCRIPT).read_text()
+    for a, b in (("TIMEOUT = timedelta(minutes=2)", "TIMEOUT = timedelta(seconds=3)"), (old, new)):
+        assert not a or text.count(a) == 1
+        text = text.replace(a, b) if a else text
+    (folder / SCRIPT).write_text(text)
+    return folder / SCRIPT
+
+
+def test_a_rank_that_never_arrives_is_named(tmp_path, mnist_dir):
+    line = "    check_path(args.snapshot_path)\n"
+    script = impatient(tmp_path, line, line + "    local_rank and time.sleep(3600)\n")
+    result = fork_ranks(script, 1, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 1 and WAITED in result.output, result.output
+
+
+def test_a_rank_that_stops_is_named(tmp_path, mnist_dir):
+    line = "        loss.backward()\n"
+    stop = "        dist.get_rank() and os.kill(os.getpid(), signal.SIGSTOP)\n"
+    result = fork_ranks(impatient(tmp_path, line, line + stop), 1, "--data-dir", mnist_dir,
+                        cwd=tmp_path)  # fmt: skip
+    assert result.status == 1 and WAITED in result.output, result.output
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(tmp_path, mnist_dir):
+    line = "        accuracy = evaluate("
+    receive = "        rank or dist.recv(torch.zeros(1), src=1)\n"
+    script = impatient(tmp_path, line, receive + line)
+    result = fork_ranks(script, 1, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 1, result.output
+    assert "/2] waited in vain for others, which wait elsewhere: compare" in result.output
+
+
+def pause_while_saving():
+    """Called in a child: the first save takes 5 seconds longer, in which the process is stopped."""
+    replace = os.replace
+
+    def pause_and_replace(source, target):
+        if not os.path.exists(target):
+            subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        replace(source, target)
+
+    os.replace = pause_and_replace
+
+
+def test_a_slow_rank_is_waited_for(tmp_path, mnist_dir):
+    arguments = (2, 1, "--data-dir", mnist_dir)
+    weights = []
+    for before in (None, pause_while_saving):
+        folder = tmp_path / str(before is None)
+        folder.mkdir()
+        result = fork_ranks(SCRIPT, *arguments, cwd=folder, before=before)
+        assert result.status == 0 and result.attempts == 1, result.output
+        weights.append(result.lines(0)[-1])
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.long
+def test_a_hang_ends_after_the_time_that_02_states(tmp_path, mnist_dir):
+    """As it is, under torchrun, which grants the stopped process another 30 s."""
+    text = (ROOT / SCRIPT).read_text()
+    assert "TIMEOUT = timedelta(minutes=2)" in text
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, 500, 500,
+                "--data-dir", mnist_dir, cwd=tmp_path)  # fmt: skip
+    try:
+        output = ""
+        for line in job.stdout:
+            output += line
+            if re.search("epoch +1/500", line):
+                pid = int(re.search(r"local rank 1, pid (\d+)", output)[1])
+                os.kill(pid, signal.SIGSTOP)
+                break
+        output += job.communicate(timeout=240)[0]
+        assert job.returncode == 1 and WAITED in output, output
+        assert_nothing_left(job)
+    finally:
+        end(job)
+
+
+# ---- Two jobs ----
+
+
+def wait_before_the_first_save(go):
+    """Called in a child: before the first snapshot is in place, wait for the file go."""
+    replace = os.replace
+
+    def wait_and_replace(source, target):
+        pathlib.Path("saving").touch()
+        while not os.path.exists(go):
+            time.sleep(0.05)
+        replace(source, target)
+
+    os.replace = wait_and_replace
+
+
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "03_multinode.py"])
+def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path, mnist_dir, script):
+    arguments, results = (2, 1, "--data-dir", mnist_dir), []
+
+    def first():
+        before = partial(wait_before_the_first_save, "go")
+        results.append(fork_ranks(script, *arguments, cwd=tmp_path, before=before))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    try:
+        while not (tmp_path / "saving").exists():
+            assert thread.is_alive(), results
+            time.sleep(0.05)
+        second = fork_ranks(script, *arguments, cwd=tmp_path)
+        assert second.status == 1, second.output
+        assert "another job is running with snapshot.pt: end it, or choose" in second.error()
+        other = fork_ranks(script, *arguments, "--snapshot-path", "other.pt", cwd=tmp_path)
+        assert other.status == 0, other.output
+    finally:
+        (tmp_path / "go").touch()
+        thread.join()
+    assert results[0].status == 0 and results[0].saved() == [1, 2], results[0].output
+    assert files(tmp_path) == ["go", "other.pt", "saving", "snapshot.pt"]
+
+
+@pytest.mark.long
+def test_a_second_01_with_the_same_checkpoint_is_refused(tmp_path, mnist_dir):
+    command = (PYTHON, ROOT / "01_single_node_multi_gpu.py", 500, 500, "--data-dir", mnist_dir)
+    job = start(*command, cwd=tmp_path)
+    try:
+        next(job.stdout)
+        second = fork("01_single_node_multi_gpu.py", "--data-dir", mnist_dir, cwd=tmp_path)
+        assert second.status == 1
+        assert "another job is running with checkpoint.pt: end it, or" in second.error()
+    finally:
+        end(job)
+
+
+@pytest.mark.long
+def test_two_jobs_in_one_folder_do_not_meet(tmp_path, mnist_dir):
+    """Both with torchrun --standalone, or with mp.spawn, at the same time: ports never clash."""
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, 3, 1)
+    spawn = (PYTHON, ROOT / "01_single_node_multi_gpu.py", 3, 1, "--nprocs", 2)
+    jobs = [
+        start(*command, "--data-dir", mnist_dir, option, tmp_path / f"{number}.pt", cwd=tmp_path)
+        for command, option in ((torchrun, "--snapshot-path"), (spawn, "--checkpoint-path"))
+        for number in (f"{option}1", f"{option}2")
+    ]
+    try:
+        for job in jobs:
+            output, _ = job.communicate(timeout=180)
+            assert job.returncode == 0, output
+            assert "replicas identical on 2 ranks: max |difference| 0" in output
+    finally:
+        for job in jobs:
+            end(job)
+
+
+def test_old_temporary_files_go_and_young_ones_stay(tmp_path, mnist_dir):
+    """On a shared disk: of a machine that died long ago while it saved, and of one at work."""
+    old, young = tmp_path / "snapshot.pt.dead.tmp", tmp_path / "snapshot.pt.busy.tmp"
+    for path in (old, young):
+        path.write_bytes(b"half a snap")
+    os.utime(old, (time.time() - 3600,) * 2)
+    result = fork_ranks("03_multinode.py", 1, "--data-dir", mnist_dir, cwd=tmp_path)
+    assert result.status == 0, result.output
+    assert files(tmp_path) == ["snapshot.pt", young.name]
+
+
+# ---- Trust ----
+
+
+def listening(pid):
+    """The IPv4 or IPv6 addresses at which a process accepts connections."""
+    sockets = set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+            sockets.add(match[1])
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:  # LISTEN
+                words = [int(local[i : i + 8], 16) for i in range(0, len(local.split(":")[0]), 8)]
+                kind = socket.AF_INET if table == "tcp" else socket.AF_INET6
+                addresses.append(socket.inet_ntop(kind, struct.pack(f"={len(words)}I", *words)))
+    return addresses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", ["01", "02", "04", "05", "06"])
+def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number):
+    """On a machine whose name stands for an address in a network, where Gloo would listen."""
+    [script] = ROOT.glob(f"{number}_*.py")
+    ranks = 4 if number == "06" else 2
+    torchrun = ("torchrun", "--standalone", f"--nproc-per-node={ranks}")
+    launcher = ("python",) if number in ("01", "05") else torchrun
+    found = {}
+    with Lab(tmp_path, 1) as lab:
+        job = lab.start("node1", *launcher, script)
+        while job.process.poll() is None:
+            for pid, command in family(job.process).items():
+                try:
+                    ours = script.name in command or "multiprocessing" in command
+                    if ours and "torchrun" not in command:  # which listens everywhere: README.md
+                        found.setdefault(pid, set()).update(listening(pid))
+                except OSError:
+                    continue  # it has just ended
+            time.sleep(0.02)
+        assert job.result().status == 0, job.output()
+    addresses = set().union(*found.values())
+    assert addresses == {"127.0.0.1"}, addresses
+
+
+def test_no_pickle_is_loaded_from_disk():
+    calls = 0
+    for path in [*ROOT.glob("0*_*.py"), ROOT / "download_mnist.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert "pickle" not in ast.unparse(node), path.name
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert "weights_only=True" in ast.unparse(node), path.name
+                calls += 1
+    assert calls >= 3

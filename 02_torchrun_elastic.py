@@ -18,6 +18,7 @@ on from the snapshot:
     [rank 0/2] replicas identical on 2 ranks: max |difference| 0
     [rank 0/2] sha256 of weights c20660cd6918: compare an uninterrupted run's (equal on a CPU)
 
+A rank that hangs is named after two minutes (TIMEOUT), and the job ends, or starts again.
 New here: the environment torchrun sets, snapshots, restarts. To start over, delete the snapshot.
 On a machine with one GPU, put CUDA_VISIBLE_DEVICES= in front to see two processes on the CPU.
 python -m torch.distributed.launch, torchrun's predecessor, works as well; prefer torchrun.
@@ -333,7 +334,10 @@ def exit_with_launcher():
 
 
 def explain_timeout(error, store, rank, world_size):
-    """Print which ranks did not come, if error says that this one has waited too long."""
+    """Print which ranks did not come, if error says that this one has waited too long.
+
+    That is for Gloo: NCCL's watchdog does not raise, it ends the process with a report of its own.
+    """
     with contextlib.suppress(dist.DistError):  # the store may be gone, too
         store.set_timeout(timedelta(seconds=5))
         store.set(f"rank {rank} failed", "")

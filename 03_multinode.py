@@ -701,7 +701,10 @@ def exit_with_launcher():
 
 
 def explain_timeout(error, store, rank, world_size):
-    """Print which ranks did not come, if error says that this one has waited too long."""
+    """Print which ranks did not come, if error says that this one has waited too long.
+
+    That is for Gloo: NCCL's watchdog does not raise, it ends the process with a report of its own.
+    """
     with contextlib.suppress(dist.DistError):  # the store may be gone, too
         store.set_timeout(timedelta(seconds=5))
         store.set(f"rank {rank} failed", "")

@@ -12,6 +12,7 @@ import pytest
 from support import PYTHON, ROOT, assert_nothing_left, end, run, start
 
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
+PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 OWN = {"main", "parse_args", "worker"}  # each script tells its own story there
 
 # Commands that are shown and not run as they stand, each with the reason.
@@ -36,10 +37,11 @@ NOT_RUN = {
     "python3 -m venv .venv": INSTALLS,
     ". .venv/bin/activate": INSTALLS,
     "pip install -r requirements.txt": INSTALLS,
+    "python tests/fault_campaign.py --rounds 100": "takes half an hour; test_faults.py plays some",
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
 }
-# What a command of each script ends with, and with which status 0 would be worth nothing.
+# What a command of each script ends with, and without which status 0 would be worth nothing.
 PROOFS = {
     "01_single_node_multi_gpu.py": r"replicas identical on 2 ranks: max \|difference\| 0",
     "02_torchrun_elastic.py": r"replicas identical on 2 ranks: max \|difference\| 0",
@@ -49,6 +51,7 @@ PROOFS = {
     "06_model_parallel_ddp.py": r"\d replicas of (the model|each stage) are identical: .* 0",
     "05_tcpstore.py": r"13 lessons, all checks passed on 3 processes; 2 said goodbye .*",
 }
+PROOFS |= {f"pitfalls/{path.name}": r"(symptom|cured): .+" for path in PITFALLS}
 MAIN_JOB = (
     "torchrun --standalone --nproc-per-node=2 --max-restarts=3"
     " 02_torchrun_elastic.py 6 1 --crash-epoch 3"
@@ -69,10 +72,11 @@ def commands_shown():
     inline = re.findall(r"`((?:python|torchrun) [^`]+|pytest[^`]*)`", readme)
     for command in [c for block in blocks for c in shell_commands(block)] + inline:
         shown[command].append("README.md")
-    for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
+    for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS]:
         docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
         lines = re.findall(r"^    ((?:python|torchrun).*(?:\\\n.*)*)", docstring, re.MULTILINE)
         assert lines, f"{path.name} shows no command"
+        assert path not in PITFALLS or len(lines) == 2 and lines[1].endswith(" --fixed"), lines
         for command in [c for line in lines for c in shell_commands(line)]:
             shown[command].append(path.name)
     return dict(shown)
@@ -90,6 +94,7 @@ def run_command(command, folder):
     """Run a command as shown, in a folder with copies of the scripts, as a reader's shell does."""
     for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
         shutil.copy(path, folder)
+    shutil.copytree(ROOT / "pitfalls", folder / "pitfalls")
     path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
     return run(*shlex.split(command), cwd=folder, env={"PATH": path})
 
@@ -106,7 +111,8 @@ def test_a_command_that_is_shown(tmp_path, command, request):
     result = run_command(command, tmp_path)
     assert result.status == 0, result.output
     [script] = [word for word in command.split() if word.endswith(".py")]
-    assert any(re.fullmatch(PROOFS[script], line) for line in result.lines(0)), result.output
+    lines = result.lines(0) or result.output.splitlines()
+    assert any(re.fullmatch(PROOFS[script], line) for line in lines), result.output
     if transcript := next((path for path, first in TRANSCRIPTS.items() if first == command), None):
         printed = [line for line in result.output.splitlines() if line.startswith("[rank ")]
         if request.config.getoption("--write-transcripts"):
@@ -152,7 +158,7 @@ def test_the_main_job_prints_what_the_readme_shows(tmp_path):
 
 def test_same_name_same_bytes():
     texts = defaultdict(lambda: defaultdict(list))
-    for path in SCRIPTS:
+    for path in [*SCRIPTS, *PITFALLS]:
         source = path.read_text()
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN:
@@ -167,7 +173,7 @@ def test_same_name_same_bytes():
 
 def test_scripts_stand_alone():
     allowed = {"torch", "torchvision", "tqdm"}
-    for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
+    for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS]:
         modules = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -175,6 +181,15 @@ def test_scripts_stand_alone():
             elif isinstance(node, ast.ImportFrom):
                 modules.add(node.module.partition(".")[0])
         assert modules - set(sys.stdlib_module_names) <= allowed, path.name
+
+
+def test_every_pitfall_is_short_and_in_the_readme():
+    assert len(PITFALLS) >= 21
+    readme = (ROOT / "README.md").read_text()
+    for path in PITFALLS:
+        assert len(path.read_text().splitlines()) <= 60, path.name
+        rows = re.findall(rf"^\|.+\| \[{path.stem}\]\(pitfalls/{path.name}\)", readme, re.MULTILINE)
+        assert len(rows) == 1, f"{path.name} has {len(rows)} rows in the README"
 
 
 def test_a_process_that_is_left_behind_is_found(tmp_path):

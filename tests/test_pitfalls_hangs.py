@@ -1,6 +1,13 @@
 """pitfalls/ that hang or fail: each shows its symptom, and with --fixed the cure."""
 
-from support import fork_ranks
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+from support import fork, fork_ranks
+
+TIMEOUT = "Timed out waiting 3000ms for {} operation to complete"
 
 
 def show(name, cwd, *arguments, status=0, **options):
@@ -8,6 +15,31 @@ def show(name, cwd, *arguments, status=0, **options):
     result = fork_ranks(f"pitfalls/{name}.py", *arguments, cwd=cwd, **options)
     assert result.status == status, result.output
     return result
+
+
+def both(name, cwd, run=show):
+    """Run a pitfall without and with --fixed, at the same time: mostly they wait."""
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(run, name, cwd, *arguments) for arguments in ([], ["--fixed"])]
+        return [run.result() for run in runs]
+
+
+def show_without_launcher(name, cwd, *arguments):
+    """Run a pitfall that starts its processes itself; return the lines it printed."""
+    result = fork(f"pitfalls/{name}.py", *arguments, cwd=cwd)
+    assert result.status == 0, result.output
+    return result.output.split("\n")
+
+
+def debug_info():
+    """Called in a child: TORCH_DISTRIBUTED_DEBUG=INFO, in front of the command."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+    dist.set_debug_level_from_env()  # torch, loaded already, has read it
+
+
+def debug_detail():
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
 
 
 def test_a_collective_on_one_rank(tmp_path):
@@ -19,3 +51,20 @@ def test_a_collective_on_one_rank(tmp_path):
     fixed = show("collective_on_one_rank", tmp_path, "--fixed")
     right = [f"step {step}: losses add up to 2, gradients to 200" for step in (1, 2)]
     assert fixed.lines(0) == fixed.lines(1) == right
+
+
+def test_mismatched_shapes(tmp_path):
+    broken, fixed = both("mismatched_shapes", tmp_path)
+    own = ["own labels: [1, 2, 1, 3]", "own labels: [2, 3, 2]"]
+    assert broken.lines(0) == [own[0], f"symptom: all_reduce failed: {TIMEOUT.format('recv')}"]
+    assert broken.lines(1) == [own[1], "no error: together [3, 3, 3], 9 of 14 labels"]
+    cured = "cured: together [3, 5, 3, 3], 14 of 14 labels"
+    assert fixed.lines(0) == [own[0], cured]
+    assert fixed.lines(1) == ["own labels: [2, 3, 2, 0]", cured]
+
+
+def test_mismatched_shapes_are_found_by_torch(tmp_path):
+    """The docstring says what TORCH_DISTRIBUTED_DEBUG=DETAIL reports."""
+    found = show("mismatched_shapes", tmp_path, before=debug_detail).lines(0)[-1]
+    assert "symptom: all_reduce failed: Detected mismatch between collectives on ranks" in found
+    assert "TensorShape=[4]" in found and "TensorShape=[3]" in found

@@ -68,3 +68,12 @@ def test_mismatched_shapes_are_found_by_torch(tmp_path):
     found = show("mismatched_shapes", tmp_path, before=debug_detail).lines(0)[-1]
     assert "symptom: all_reduce failed: Detected mismatch between collectives on ranks" in found
     assert "TensorShape=[4]" in found and "TensorShape=[3]" in found
+
+
+def test_uneven_inputs(tmp_path):
+    broken, fixed = both("uneven_inputs", tmp_path)
+    assert broken.lines(0) == [f"symptom: step 4 failed: {TIMEOUT.format('recv')}"]
+    assert broken.lines(1) == ["trained on 3 batches"]
+    cured = "cured: 5 + 3 batches trained on, replicas identical"
+    assert fixed.lines(0) == ["trained on 5 batches", cured]
+    assert fixed.lines(1) == ["trained on 3 batches"]

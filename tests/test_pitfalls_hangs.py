@@ -77,3 +77,16 @@ def test_uneven_inputs(tmp_path):
     cured = "cured: 5 + 3 batches trained on, replicas identical"
     assert fixed.lines(0) == ["trained on 5 batches", cured]
     assert fixed.lines(1) == ["trained on 3 batches"]
+
+
+def test_unused_parameters(tmp_path):
+    error = "symptom: step 2: Expected to have finished reduction in the prior iteration"
+    broken, fixed = both("unused_parameters", tmp_path)
+    assert broken.lines(0) == ["step 1: gradient 1.0", f"{error} (parameters 2 3)"]
+    assert broken.lines(1) == ["step 1: gradient 2.0"]
+    named = show("unused_parameters", tmp_path, before=debug_info)
+    assert named.lines(0)[-1] == f"{error} (parameters idle.bias, idle.weight)"
+    assert fixed.lines(1) == ["step 1: gradient 1.5", "step 2: gradient 1.5"]
+    assert fixed.lines(0) == [
+        *fixed.lines(1), "cured: the gradients 1 and 2 averaged to 1.5 in both steps"
+    ]  # fmt: skip

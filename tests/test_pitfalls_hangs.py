@@ -90,3 +90,13 @@ def test_unused_parameters(tmp_path):
     assert fixed.lines(0) == [
         *fixed.lines(1), "cured: the gradients 1 and 2 averaged to 1.5 in both steps"
     ]  # fmt: skip
+
+
+def test_wrapper_on_rank_0(tmp_path):
+    alone = [f"{name}: rank 0 has evaluated alone" for name in ("Linear", "BatchNorm1d")]
+    broken, fixed = both("wrapper_on_rank_0", tmp_path)
+    assert broken.lines(0)[:-1] == alone[:1]
+    # torch says one or the other: the pair of sockets is closed when the first operation times out.
+    reason = rf"({TIMEOUT.format('send')}|Application timeout caused pair closure)"
+    assert re.fullmatch(rf"symptom: BatchNorm1d: model\(x\) failed: {reason}", broken.lines(0)[-1])
+    assert fixed.lines(0)[:-1] == alone and fixed.lines(0)[-1].startswith("cured: rank 0 has")

@@ -100,3 +100,13 @@ def test_wrapper_on_rank_0(tmp_path):
     reason = rf"({TIMEOUT.format('send')}|Application timeout caused pair closure)"
     assert re.fullmatch(rf"symptom: BatchNorm1d: model\(x\) failed: {reason}", broken.lines(0)[-1])
     assert fixed.lines(0)[:-1] == alone and fixed.lines(0)[-1].startswith("cured: rank 0 has")
+
+
+def test_slow_rank(tmp_path):
+    broken, fixed = both("slow_rank", tmp_path)
+    back = "back from a pause of 5 s"
+    assert broken.lines(0) == [f"symptom: all_reduce failed: {TIMEOUT.format('recv')}"]
+    assert broken.lines(1)[0] == back
+    assert re.match(r"symptom: all_reduce failed: Connection", broken.lines(1)[1])
+    assert fixed.lines(1) == [back]
+    assert fixed.lines(0) == ["cured: all_reduce over 2 ranks, 5 s after the start"]

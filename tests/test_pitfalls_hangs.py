@@ -110,3 +110,12 @@ def test_slow_rank(tmp_path):
     assert re.match(r"symptom: all_reduce failed: Connection", broken.lines(1)[1])
     assert fixed.lines(1) == [back]
     assert fixed.lines(0) == ["cured: all_reduce over 2 ranks, 5 s after the start"]
+
+
+def test_rank_never_arrives(tmp_path):
+    broken, fixed = both("rank_never_arrives", tmp_path, run=show_without_launcher)
+    for rank in (0, 1):
+        assert f"[rank {rank}/3] wait timeout after 5000ms, keys: /0//cpu//0/2" in broken
+    symptom = "symptom: 2 of 3 processes started, 2 gave up; missing ranks: [2]"
+    assert symptom in broken
+    assert fixed[0] == "cured: 3 of 3 processes started, 0 gave up; missing ranks: []"

@@ -119,3 +119,18 @@ def test_rank_never_arrives(tmp_path):
     symptom = "symptom: 2 of 3 processes started, 2 gave up; missing ranks: [2]"
     assert symptom in broken
     assert fixed[0] == "cured: 3 of 3 processes started, 0 gave up; missing ranks: []"
+
+
+def test_fixed_port(tmp_path):
+    broken, fixed = both("fixed_port", tmp_path, run=show_without_launcher)
+    error = r"second job, rank 0: The server socket .* EADDRINUSE, message: address already in use"
+    assert any(re.fullmatch(error, line) for line in broken), broken
+    mixed = ["first job, rank 0", "second job, rank 1"]
+    assert f"second job, rank 1: my group is {mixed}" in broken
+    assert f"symptom: the first job's group is {mixed}" in broken
+    together = ["second job, rank 0", "second job, rank 1"]
+    for rank in (0, 1):
+        assert f"second job, rank {rank}: my group is {together}" in fixed
+    cured = r"cured: second job on port (\d+), first job on port (\d+)"
+    [(second, first)] = re.findall(cured, "\n".join(fixed))
+    assert first != second

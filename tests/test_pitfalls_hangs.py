@@ -4,6 +4,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 from support import fork, fork_ranks
 
@@ -112,6 +113,7 @@ def test_slow_rank(tmp_path):
     assert fixed.lines(0) == ["cured: all_reduce over 2 ranks, 5 s after the start"]
 
 
+@pytest.mark.long  # starts torch in new processes
 def test_rank_never_arrives(tmp_path):
     broken, fixed = both("rank_never_arrives", tmp_path, run=show_without_launcher)
     for rank in (0, 1):
@@ -121,6 +123,7 @@ def test_rank_never_arrives(tmp_path):
     assert fixed[0] == "cured: 3 of 3 processes started, 0 gave up; missing ranks: []"
 
 
+@pytest.mark.long  # starts torch in new processes
 def test_fixed_port(tmp_path):
     broken, fixed = both("fixed_port", tmp_path, run=show_without_launcher)
     error = r"second job, rank 0: The server socket .* EADDRINUSE, message: address already in use"

@@ -10,7 +10,7 @@ busy elsewhere, until the timeout: 3 seconds here, 10 (NCCL) to 30 minutes (Gloo
 Recognise it: the job stands still, far from the mistake, often with its GPUs at 100 % (NCCL waits
 busily). py-spy dump --pid PID shows the line where each rank stands: they differ. With
 TORCH_DISTRIBUTED_DEBUG=DETAIL in front it names the rank that did not come ("Ranks 1 failed to pass
-monitoredBarrier") and sees tensors that do not match ("Detected mismatch between collectives").
+monitoredBarrier"). (Not with DDP on a CPU, which torch 2.15 crashes in then.)
 Cure: every rank calls the collective; the "if" is around the printing alone.
 """
 

@@ -117,3 +117,10 @@ def test_a_device_from_the_global_rank(tmp_path):
     assert broken.output.splitlines()[-1] == wrong
     assert [line.split()[3] for line in fixed.output.splitlines()[1:5]] == ["cuda:0", "cuda:1"] * 2
     assert fixed.output.splitlines()[-1] == "cured: GPUs in use: 4 of 4 by local rank"
+
+
+def test_wrapper_not_kept(tmp_path):
+    broken = show("wrapper_not_kept", tmp_path)
+    assert broken.lines(0)[-1] == "symptom: gradients [1.0, 3.0] on the two ranks; mean 2"
+    fixed = show("wrapper_not_kept", tmp_path, "--fixed")
+    assert fixed.lines(0)[-1] == "cured: gradients [2.0, 2.0] on the two ranks; mean 2"

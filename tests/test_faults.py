@@ -44,7 +44,10 @@ def test_many_kills_lose_nothing(mnist_dir, rounds):
     assert len(campaign(rounds, "many", mnist_dir)) == rounds
 
 
-@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "03_multinode.py"])
+LONG_03 = pytest.param("03_multinode.py", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", LONG_03])
 def test_workers_end_when_torchrun_is_killed(tmp_path, mnist_dir, script):
     job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / script, 500, 500,
                 "--data-dir", mnist_dir, cwd=tmp_path)  # fmt: skip
@@ -155,6 +158,7 @@ def test_a_rank_that_never_arrives_is_named(tmp_path, mnist_dir):
     assert result.status == 1 and WAITED in result.output, result.output
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_is_named(tmp_path, mnist_dir):
     line = "        loss.backward()\n"
     stop = "        dist.get_rank() and os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -235,7 +239,7 @@ def wait_before_the_first_save(go):
     os.replace = wait_and_replace
 
 
-@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "03_multinode.py"])
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", LONG_03])
 def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path, mnist_dir, script):
     arguments, results = (2, 1, "--data-dir", mnist_dir), []
 

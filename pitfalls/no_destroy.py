@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def work_and_leave(rank, address, destroy, let_go):
     global model  # as in a script without functions
-    timeout = timedelta(seconds=10)
-    dist.init_process_group("gloo", address, timeout, world_size=2, rank=rank)
+    dist.init_process_group("gloo", address, timedelta(seconds=10), world_size=2, rank=rank)
     model = DDP(torch.nn.Linear(10, 10))
     for _ in range(500):
         time.sleep(0.002 * rank)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -193,6 +194,9 @@ def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path, mnist_dir)
     halves = [threading.Thread(target=half, args=b) for b in [(), (split_brain_name,)]]
     for thread in halves:
         thread.start()
+        # Not both at once: neither would see the other's first file before it writes its own.
+        while thread.is_alive() and not (tmp_path / "snapshot.pt").exists():
+            time.sleep(0.05)
     for thread in halves:
         thread.join()
     refused, kept = sorted(results, key=lambda result: -result.status)

@@ -59,6 +59,12 @@ NOT_RUN |= {
     for name in OWN_LAUNCH
     for option in ("", " --fixed")
 }
+# Of each other pitfall, the command without --fixed is run as it stands.
+NOT_RUN |= {
+    f"{launcher} pitfalls/{path.name} --fixed": "test_pitfalls_*.py run it, in forked processes"
+    for path in PITFALLS
+    for launcher in re.findall(r"^    (\S.*) pitfalls/\S+ --fixed$", path.read_text(), re.MULTILINE)
+}
 MAIN_JOB = (
     "torchrun --standalone --nproc-per-node=2 --max-restarts=3"
     " 02_torchrun_elastic.py 6 1 --crash-epoch 3"

@@ -44,10 +44,8 @@ def test_many_kills_lose_nothing(mnist_dir, rounds):
     assert len(campaign(rounds, "many", mnist_dir)) == rounds
 
 
-LONG_03 = pytest.param("03_multinode.py", marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", LONG_03])
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "03_multinode.py"])
 def test_workers_end_when_torchrun_is_killed(tmp_path, mnist_dir, script):
     job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / script, 500, 500,
                 "--data-dir", mnist_dir, cwd=tmp_path)  # fmt: skip
@@ -189,6 +187,7 @@ def pause_while_saving():
     os.replace = pause_and_replace
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_waited_for(tmp_path, mnist_dir):
     arguments = (2, 1, "--data-dir", mnist_dir)
     weights = []
@@ -237,6 +236,9 @@ def wait_before_the_first_save(go):
         replace(source, target)
 
     os.replace = wait_and_replace
+
+
+LONG_03 = pytest.param("03_multinode.py", marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("script", ["02_torchrun_elastic.py", LONG_03])

@@ -100,6 +100,7 @@ def test_the_replica_proof_can_fail(tmp_path, mnist_dir):
     assert result.status == 1 and "RuntimeError: the replicas differ" in result.output
 
 
+@pytest.mark.long
 def test_a_failing_child_ends_the_job_with_its_traceback(tmp_path, mnist_dir):
     line = "        accuracy = evaluate("
     fails = variant(tmp_path, line, "        rank == 1 and 1 / 0\n" + line)

@@ -269,6 +269,7 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
     assert files(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_fault_of_one_rank_alone_is_told(tmp_path, mnist_dir):
     """Local rank 0 is well and waits for rank 1, whose message must not be lost."""
     text = (ROOT / SCRIPT).read_text()
@@ -338,6 +339,7 @@ def test_torch_distributed_launch_works_too(tmp_path, mnist_dir):
     assert list(result.epochs()) == [1]
 
 
+@pytest.mark.long
 def test_the_workers_own_traceback_is_reported(tmp_path, mnist_dir):
     line = "        accuracy = evaluate("
     text = (ROOT / SCRIPT).read_text()

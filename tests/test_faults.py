@@ -35,10 +35,6 @@ WAITED = "[rank 0/2] waited in vain for rank 1: it has stopped, or is slower tha
 # ---- Killed anywhere (python tests/fault_campaign.py --rounds 100 for more) ----
 
 
-def test_a_few_kills_lose_nothing(mnist_dir):
-    assert len(campaign(2, "a few", mnist_dir)) == 2
-
-
 @pytest.mark.long
 def test_many_kills_lose_nothing(mnist_dir, rounds):
     assert len(campaign(rounds, "many", mnist_dir)) == rounds
@@ -165,6 +161,7 @@ def test_a_rank_that_stops_is_named(tmp_path, mnist_dir):
     assert result.status == 1 and WAITED in result.output, result.output
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_each_other_are_told_so(tmp_path, mnist_dir):
     line = "        accuracy = evaluate("
     receive = "        rank or dist.recv(torch.zeros(1), src=1)\n"

@@ -8,10 +8,12 @@ import tempfile
 import time
 
 import pytest
+import shown
 from lab import LAB, Job, Lab
+from shown import masked
 from support import ROOT, end, fork_ranks, run, start
 from test_02_torchrun_elastic import difference, load
-from test_repository import masked
+from test_repository import LAB_STORY
 
 pytestmark = pytest.mark.long
 SCRIPT = ROOT / "03_multinode.py"
@@ -137,7 +139,7 @@ def with_scripts(folder):
     return folder
 
 
-def test_the_story_of_the_readme(tmp_path):
+def test_the_story_of_the_readme(tmp_path, request):
     """Its blocks, one after the other in one shell, and what they print."""
     lab, script = Lab(with_scripts(tmp_path)), ""
     for i, block in enumerate(blocks("sh")[:4]):
@@ -159,8 +161,11 @@ def test_the_story_of_the_readme(tmp_path):
     finally:
         end(job.process)
         lab("down", check=False)
-    shown = [line for block in blocks("text") for line in block.splitlines()]
-    assert len(shown) > 8 and set(masked(shown)) <= set(masked(output.splitlines()))
+    if request.config.getoption("--write-transcripts"):
+        printed = [line for line in output.splitlines() if line.startswith("[rank 0/")]
+        shown.write(shown.FOLDER / "several_machines.txt", LAB_STORY, printed)
+    lines = [line for block in blocks("text") for line in block.splitlines()]
+    assert len(lines) > 8 and set(masked(lines)) <= set(masked(output.splitlines()))
 
 
 @pytest.mark.parametrize("way", ["RANK=0 ", "torch.distributed.launch"])
@@ -292,7 +297,10 @@ def test_a_cut_link_and_its_mending(lab):
 
     # Without the machine of the rendezvous the other ends too, and the next start goes on.
     lab("kill", "node1")
-    assert job.jobs[1].result(60).status != 0
+    left = job.jobs[1].result(60)
+    assert left.status != 0
+    message = "has failed to send a keep-alive heartbeat to the rendezvous"
+    assert message in left.output and message in README
     job.jobs += [lab.start(node, *job.command) for node in ("node1", "node2")]
     job.until(4, "resumed from")
     job.until(4, "epoch")
@@ -310,6 +318,8 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
         assert all(result.status == 1 for result in results)
         output = results[0].output + results[1].output
         assert "a machine gave the others a loopback address" in output, output
+        for message in ("Gloo connectFullMesh failed", "Connection refused, remote=[127.0.1.1]"):
+            assert re.sub(r":\d+\]", "]", output).count(message) and message in README, output
         assert "set GLOO_SOCKET_IFNAME" in output
         results = lab.run(("node1", *call), ("node2", *call), GLOO_SOCKET_IFNAME="eth0")
         assert all(result.status == 0 for result in results), results

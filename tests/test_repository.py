@@ -9,8 +9,11 @@ import sys
 from collections import defaultdict
 
 import pytest
+import shown
+from shown import masked
 from support import PYTHON, ROOT, assert_nothing_left, end, run, start
 
+OFFICIAL = ("https://docs.pytorch.org/", "https://github.com/pytorch/", "https://arxiv.org/abs/")
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 OWN = {"main", "parse_args", "worker"}  # each script tells its own story there
@@ -38,8 +41,14 @@ NOT_RUN = {
     ". .venv/bin/activate": INSTALLS,
     "pip install -r requirements.txt": INSTALLS,
     "python tests/fault_campaign.py --rounds 100": "takes half an hour; test_faults.py plays some",
+    "python transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
     "pytest": "this is it; .ci/run runs it",
+    "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
+}
+NOT_RUN |= {
+    f"python benchmarks/{name}.py": "takes minutes; test_benchmarks.py runs it at its smallest"
+    for name in ("throughput", "scaling", "ddp_anatomy", "recovery", "startup")
 }
 # What a command of each script ends with, and without which status 0 would be worth nothing.
 PROOFS = {
@@ -52,6 +61,9 @@ PROOFS = {
     "05_tcpstore.py": r"13 lessons, all checks passed on 3 processes; 2 said goodbye .*",
 }
 PROOFS |= {f"pitfalls/{path.name}": r"(symptom|cured): .+" for path in PITFALLS}
+# The environment of both ranks, as torchrun has made it.
+PROOFS[None] = r"\[rank 1\] LOCAL_RANK=1"
+LAB_STORY = "the four blocks of the README on two machines, one after the other"
 # They start processes of their own; their tests run these very commands.
 OWN_LAUNCH = ("fixed_port", "no_destroy", "orphans", "rank_never_arrives", "stale_addresses")
 NOT_RUN |= {
@@ -96,11 +108,7 @@ def commands_shown():
 
 
 SHOWN = commands_shown()
-# {file: command}: what a command printed. pytest -m long --write-transcripts writes them anew.
-TRANSCRIPTS = {
-    path: path.read_text().partition("\n")[0].removeprefix("$ ")
-    for path in sorted((ROOT / "transcripts").glob("*.txt"))
-}
+TRANSCRIPTS = {path: shown.read(path)[0] for path in sorted(shown.FOLDER.glob("*.txt"))}
 
 
 def run_command(command, folder):
@@ -118,53 +126,48 @@ def test_every_command_is_run_or_has_its_reason():
     assert set(SHOWN) - set(NOT_RUN), "no command left to run"
 
 
+def compare_with_transcript(command, result, request):
+    """The lines of the ranks are those of the command's transcript, if it has one."""
+    if path := next((path for path, first in TRANSCRIPTS.items() if first == command), None):
+        printed = [line for line in result.output.splitlines() if line.startswith("[rank ")]
+        if request.config.getoption("--write-transcripts"):
+            shown.write(path, command, printed)
+        assert masked(printed) == masked(shown.read(path)[1])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("command", sorted(set(SHOWN) - set(NOT_RUN) - {MAIN_JOB}))
 def test_a_command_that_is_shown(tmp_path, command, request):
     result = run_command(command, tmp_path)
     assert result.status == 0, result.output
-    [script] = [word for word in command.split() if word.endswith(".py")]
+    script = next((word for word in command.split() if word.endswith(".py")), None)
     lines = result.lines(0) or result.output.splitlines()
     assert any(re.fullmatch(PROOFS[script], line) for line in lines), result.output
-    if transcript := next((path for path, first in TRANSCRIPTS.items() if first == command), None):
-        printed = [line for line in result.output.splitlines() if line.startswith("[rank ")]
-        if request.config.getoption("--write-transcripts"):
-            transcript.write_text("\n".join([f"$ {command}", *printed, ""]))
-        assert masked(printed) == masked(transcript.read_text().splitlines()[1:])
+    compare_with_transcript(command, result, request)
 
 
-def masked(lines):
-    """Lines of the ranks, sorted, with numbers and the width of their columns masked.
-
-    Several numbers in a row count as one: how many tasks a process did, say, differs by chance.
-    """
-    masks = {
-        r"\|[0-9a-j.]+\|": "|DRAWING|",  # first: a stretch of it can look like a checksum
-        r"\S+(?=( +\d+){3} +(cpu|cuda:\d+) +\d+$)": "MACHINE",
-        r"\b[0-9a-f]{12}\b": "#",
-        r"/tmp/\w+": "FOLDER",
-        r" *(\d+\.)?\d+": "#",
-        "#+": "#",
-    }
-    for pattern, mask in masks.items():
-        lines = [re.sub(pattern, mask, line) for line in lines]
-    return sorted(lines)
+def test_every_command_of_the_readme_has_a_transcript():
+    run_here = {c for c in set(SHOWN) - set(NOT_RUN) if "README.md" in SHOWN[c]}
+    assert MAIN_JOB in run_here and set(TRANSCRIPTS.values()) - {LAB_STORY} == run_here
+    assert len(set(TRANSCRIPTS.values())) == len(TRANSCRIPTS)
+    for path in SCRIPTS:
+        assert any(f" {path.name}" in command for command in run_here), path.name
 
 
-def test_every_script_has_a_transcript():
-    shown_in = {path.stem: command for path, command in TRANSCRIPTS.items()}
-    assert sorted(shown_in) == [path.stem for path in SCRIPTS]
-    for stem, command in shown_in.items():
-        assert f"{stem}.py" in command and command in set(SHOWN) - set(NOT_RUN), command
+def test_the_output_in_the_readme_is_that_of_the_transcripts():
+    readme = shown.README.read_text()
+    blocks = shown.BLOCK.findall(readme)
+    assert len(blocks) == readme.count("```text\n") > 4, "a block that names no transcript"
+    for name, block in blocks:
+        rest = iter(shown.read(shown.FOLDER / name)[1])
+        for line in block.splitlines():
+            assert line in rest, f"not in {name}, or not in this order: {line}"
 
 
-def test_the_main_job_prints_what_the_readme_shows(tmp_path):
+def test_the_main_job_prints_what_the_readme_shows(tmp_path, request):
     result = run_command(MAIN_JOB, tmp_path)
     assert result.status == 0, result.output
-    printed = [line for line in result.output.splitlines() if line.startswith("[rank ")]
-    readme = (ROOT / "README.md").read_text()
-    block = re.search(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)[1]
-    assert masked(printed) == masked(block.splitlines())
+    compare_with_transcript(MAIN_JOB, result, request)
     assert "attempt 1: resumed from snapshot.pt at epoch 3" in result.lines(0)
     assert list(result.epochs()) == [1, 2, 3, 4, 5, 6] and result.epochs()[6][1] > 0.95
 
@@ -199,9 +202,10 @@ def test_scripts_stand_alone():
 def test_every_pitfall_is_short_and_in_the_readme():
     assert len(PITFALLS) >= 21
     readme = (ROOT / "README.md").read_text()
+    table = readme.partition("\n## When it goes wrong\n")[2].partition("\n## ")[0]
     for path in PITFALLS:
         assert len(path.read_text().splitlines()) <= 60, path.name
-        rows = re.findall(rf"^\|.+\| \[{path.stem}\]\(pitfalls/{path.name}\)", readme, re.MULTILINE)
+        rows = re.findall(rf"^\|.+\| \[{path.stem}\]\(pitfalls/{path.name}\)", table, re.MULTILINE)
         assert len(rows) == 1, f"{path.name} has {len(rows)} rows in the README"
 
 
@@ -220,5 +224,14 @@ def test_a_process_that_is_left_behind_is_found(tmp_path):
 
 def test_links_of_the_readme():
     readme = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", readme):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+    titles = re.findall(r"^#+ (.*)", readme, re.MULTILINE)
+    # As GitHub makes them: lower case, no punctuation, spaces become hyphens.
+    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    assert len(targets) > 50
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        if path:
+            assert path.startswith(OFFICIAL) or (ROOT / path).exists(), target
+        else:
+            assert anchor in anchors, target

@@ -1,0 +1,85 @@
+"""Start a command and follow its processes: for the benchmarks that measure whole jobs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+TRACE = pathlib.Path(__file__).parent / "trace"
+# Two processes: on a GPU each where there are two, else on the CPU.
+DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+class Job:
+    """A command in a folder of its own, and the stations that its processes reach."""
+
+    def __init__(self, *command):
+        self.folder = tempfile.TemporaryDirectory()
+        self.trace = pathlib.Path(self.folder.name, "trace.log")
+        self.output = pathlib.Path(self.folder.name, "output.log")
+        environment = os.environ | {"PYTHONPATH": str(TRACE), "BENCHMARK_TRACE": str(self.trace)}
+        if DEVICE == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        self.begin = time.time()
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in command], cwd=self.folder.name, env=environment,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+    def stations(self):
+        """{pid: {station: time}}, and under "rank" the rank that the process was given, or "-"."""
+        found = {}
+        lines = self.trace.read_text().splitlines() if self.trace.exists() else []
+        for line in lines:
+            pid, rank, when, station = line.split(" ", 3)
+            found.setdefault(int(pid), {"rank": rank})[station] = float(when)
+        return found
+
+    def wait_for(self, condition, patience=120):
+        """Return condition(self) as soon as it is true; RuntimeError if the job ends before."""
+        deadline = time.monotonic() + patience
+        while True:
+            ended = self.process.poll() is not None
+            if result := condition(self):
+                return result
+            if ended or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.process.args} {'ended' if ended else 'takes too long'}:"
+                                   f"\n{self.output.read_text()}")
+            time.sleep(0.002)
+
+    def end(self):
+        """End the job as Ctrl-C or a scheduler would, and wait until all its processes are gone."""
+        self.process.terminate()
+        self.process.wait(60)
+        deadline = time.monotonic() + 60
+        while any(alive(pid) for pid in self.stations()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.process.args} has left processes behind")
+            time.sleep(0.01)
+        self.folder.cleanup()
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended, and that nobody has asked for yet, does not."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def have_reached(station, count=2, apart_from=()):
+    """A condition for wait_for: {pid: stations} once count processes have reached a station.
+
+    "start" is reached by all Python processes: there, only those count that torchrun gave a rank.
+    """
+    def condition(job):
+        found = {pid: reached for pid, reached in job.stations().items() if station in reached
+                 and pid not in apart_from and (station != "start" or reached["rank"] != "-")}
+        return found if len(found) >= count else None
+    return condition

@@ -1,0 +1,130 @@
+"""What a crash costs: seconds from SIGKILL of a rank to the next trained step, and of a snapshot.
+
+    python benchmarks/recovery.py
+
+One of two processes is killed under torchrun. Where the time goes until both train again:
+
+noticing    until torchrun has ended the other one
+restart     until the last new process has its interpreter
+imports     until it calls init_process_group
+joining     in init_process_group: the processes find each other anew
+loading     until DDP() has returned: data, model, optimizer, and the snapshot. The first optimizer
+            or DDP() imports a good part of torch that is not needed before
+first step  until optimizer.step() has returned
+
+The floor: a script that does nothing, started again by torchrun, and the smallest DDP script. On
+top of this comes what was trained since the last snapshot, and is trained again.
+
+The second table: seconds in which training stands still for a snapshot of a size, written as 02
+does, and how much of that would be left if it were copied and written in the background.
+"""
+
+import itertools
+import os
+import pathlib
+import re
+import signal
+import statistics
+import tempfile
+import time
+
+import torch
+from common import ROOT, alternate, finish, load_script, parser, ratio
+from launched import DEVICE, TORCHRUN, Job, alive, have_reached
+
+SCRIPT = load_script("02_torchrun_elastic.py")
+STATIONS = ("start", "init begins", "init done", "DDP done", "step done")
+NAMES = ("noticing", "restart", "imports", "joining", "loading", "first step")
+NOTHING = "an empty script"
+SMALLEST = "smallest DDP script"
+
+
+def recover(command, last_station, epochs):
+    """Kill rank 1 of a job; return ([seconds of each of NAMES, as far as they apply], epoch).
+
+    epoch: the median of the seconds of an epoch that the job has reported, or None.
+    """
+    job = Job(*TORCHRUN, "--max-restarts=3", *command)
+    first = job.wait_for(have_reached(last_station))
+    lines = r"epoch +\d+/.* \| +(\d+) images/s \| saved"
+    job.wait_for(lambda job: len(re.findall(lines, job.output.read_text())) >= epochs)
+    [victim] = [pid for pid, stations in first.items() if stations["rank"] == "1"]
+    [survivor] = [pid for pid in first if pid != victim]
+    times = [time.time()]
+    os.kill(victim, signal.SIGKILL)
+    job.wait_for(lambda job: not alive(survivor))
+    times.append(time.time())
+    again = job.wait_for(have_reached(last_station, apart_from=first)).values()
+    for station in STATIONS[: STATIONS.index(last_station) + 1]:
+        times.append(max(rank[station] for rank in again))
+    speeds = [int(speed) for speed in re.findall(lines, job.output.read_text())]
+    job.end()
+    epoch = statistics.median(8192 / speed for speed in speeds) if speeds else None
+    return [after - before for before, after in itertools.pairwise(times)], epoch
+
+
+def snapshot_seconds(megabytes, folder):
+    """Return [seconds to write a snapshot of that many MB as 02 does, seconds to copy it].
+
+    It takes the place of one of its size, and the copy goes where the one before was, as in a job.
+    """
+    weights = torch.rand(int(megabytes * 1e6) // 4)
+    copy = weights.clone()
+    begin = time.perf_counter()
+    SCRIPT.save({"model": {"weights": weights}}, os.path.join(folder, f"{megabytes:g}.pt"))
+    written = time.perf_counter()
+    copy.copy_(weights)
+    return [written - begin, time.perf_counter() - written]
+
+
+def tables(figures):
+    """[(title, columns, rows)] of {"recoveries": ..., "snapshots": ..., "epoch": seconds}."""
+    rows = []
+    for name, rounds in figures["recoveries"].items():
+        parts = [statistics.median(part) for part in zip(*rounds, strict=True)]
+        rows.append([name, statistics.median(sum(times) for times in rounds), *parts,
+                     *[None] * (len(NAMES) - len(parts))])
+    columns = {"script": "", "seconds": ".2f"} | {name: ".2f" for name in NAMES}
+    found = [("from SIGKILL to the next trained step", columns, rows)]
+    rows = []
+    for megabytes, rounds in figures["snapshots"].items():
+        writes, copies = zip(*rounds, strict=True)
+        write = statistics.median(writes)
+        rows.append([f"{float(megabytes):g} MB", write, float(megabytes) / write,
+                     write / figures["epoch"], 100 * write, statistics.median(copies),
+                     1 - ratio(copies, writes)])
+    columns = {"snapshot": "", "seconds": ".3f", "MB/s": ".0f", "of an epoch of 02": ".1%",
+               "1 % of so many s": ".1f", "copy, s": ".3f", "saved by async": ".0%"}
+    title = f"a snapshot; an epoch of 02 took {figures['epoch']:.2f} s"
+    return [*found, (title, columns, rows)]
+
+
+def main():
+    new = parser(__doc__, rounds=3)
+    new.add_argument("--megabytes", type=float, nargs="+", default=[0.1, 1, 10, 100, 1000])
+    new.add_argument("--folder", default=".", help="where to write the snapshots; default here")
+    args = new.parse_args()
+    # What 02 has within: without it, restarted workers read the addresses of the dead.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        empty = pathlib.Path(folder, "empty.py")
+        empty.write_text("import time\ntime.sleep(600)\n")
+        sides = {
+            NOTHING: lambda: recover([empty], "start", 0),
+            SMALLEST: lambda: recover(
+                [ROOT / "benchmarks/smallest_ddp.py", 60_000], "step done", 0),
+            "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], "step done", 2),
+        }
+        results = alternate(sides, args.rounds, warm_up=False)
+    figures = {name: [parts for parts, _ in found] for name, found in results.items()}
+    epoch = statistics.median(epoch for _, epoch in results["02"])
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix=".snapshots-") as folder:
+        sizes = {f"{size:g}": lambda size=size: snapshot_seconds(size, folder)
+                 for size in args.megabytes}
+        figures = {"recoveries": figures, "epoch": epoch,
+                   "snapshots": alternate(sizes, args.rounds)}
+    finish("recovery", args, DEVICE, {"rounds": args.rounds}, figures, tables(figures))
+
+
+if __name__ == "__main__":
+    main()

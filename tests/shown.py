@@ -1,0 +1,61 @@
+"""transcripts/: what commands of the README printed, and the README's blocks that show it.
+
+A file holds a command and the lines of its ranks. pytest -m long --write-transcripts writes all
+files anew, and the README's blocks with them. A block names its file in a comment above it, and
+shows the whole, or some of its lines, in their order.
+"""
+
+import re
+
+from support import ROOT
+
+README = ROOT / "README.md"
+FOLDER = ROOT / "transcripts"
+BLOCK = re.compile(
+    r"<!-- from transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def masked(lines):
+    """Lines of the ranks, sorted, with numbers and the width of their columns masked.
+
+    Several numbers in a row count as one: how many tasks a process did, say, differs by chance.
+    """
+    masks = {
+        r"\|[0-9a-j.]+\|": "|DRAWING|",  # first: a stretch of it can look like a checksum
+        r"\S+(?=( +\d+){3} +(cpu|cuda:\d+) +\d+$)": "MACHINE",
+        r"(?<=RUN_ID=)\S+": "JOB",
+        r"\b[0-9a-f]{12}\b": "#",
+        r"/tmp/\w+": "FOLDER",
+        r" *(\d+\.)?\d+": "#",
+        "#+": "#",
+    }
+    for pattern, mask in masks.items():
+        lines = [re.sub(pattern, mask, line) for line in lines]
+    return sorted(lines)
+
+
+def read(path):
+    """The command and the lines in a transcript."""
+    command, *lines = path.read_text().splitlines()
+    return command.removeprefix("$ "), lines
+
+
+def write(path, command, lines):
+    """Write a transcript, and show its new lines in the README wherever it showed the old ones."""
+    path.write_text("\n".join([f"$ {command}", *lines, ""]))
+    rest = iter(lines)  # one for all blocks: each goes on where the one before has ended
+
+    def new_block(found):
+        name, old = found[1], found[2].splitlines()
+        if name != path.name:
+            return found[0]
+        # All lines, in the order in which they came this time, or those that look like the old.
+        new = lines if len(old) == len(lines) else [next_like(line, rest) for line in old]
+        return "\n".join([f"<!-- from transcripts/{name} -->", "```text", *new, "```"])
+
+    README.write_text(BLOCK.sub(new_block, README.read_text()))
+
+
+def next_like(old, lines):
+    """The next of lines that is the old one but for its numbers."""
+    return next(line for line in lines if masked([line]) == masked([old]))

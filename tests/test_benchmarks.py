@@ -1,0 +1,229 @@
+"""The benchmarks run, their tables follow from what was measured, and the results shown are theirs.
+
+No test looks at a time: how fast something is depends on the machine, what a table makes of it not.
+"""
+
+import importlib
+import json
+import re
+import sys
+from statistics import median
+from xml.etree import ElementTree
+
+import pytest
+from support import PYTHON, ROOT, run
+
+FOLDER = ROOT / "benchmarks"
+SMALLEST = {
+    "throughput": ["--rounds=1", "--images=256", "--batch-sizes=64"],
+    "scaling": ["--rounds=1", "--ranks", 1, 2, "--batch-size=32", "--steps=4"],
+    "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=64", "--batch-size=4"],
+    "recovery": ["--rounds=1", "--megabytes", 0.1, 1],
+    "startup": ["--rounds=1", "--only", "01", "02"],
+}
+RESULTS = sorted((FOLDER / "results").glob("*.json"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A function that imports one of the benchmarks by its name."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield importlib.import_module
+    for name in [*SMALLEST, "common", "launched", "plot"]:
+        sys.modules.pop(name, None)
+
+
+def table_of(tables, start):
+    """{first cell of a row: the others} of the one table whose title starts so."""
+    [rows] = [rows for title, _, rows in tables if title.startswith(start)]
+    return {row[0]: row[1:] for row in rows}
+
+
+# ---- The arithmetic, with figures small enough to check by hand ----
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_round(benchmark):
+    ratio = benchmark("common").ratio
+    # The machine was ten times slower in the second round: the ratio of that round still counts.
+    assert ratio([20, 2, 18], [10, 1, 10]) == 2
+    with pytest.raises(ValueError):
+        ratio([1, 2], [1])
+
+
+def test_sides_take_turns_and_the_first_turn_does_not_count(benchmark):
+    turns = []
+    sides = {name: lambda name=name: turns.append(name) or len(turns) for name in "ab"}
+    assert benchmark("common").alternate(sides, 2) == {"a": [3, 5], "b": [4, 6]}
+    assert turns == list("ababab")
+
+
+def test_throughput_compares_with_02(benchmark):
+    figures = {"64 2": {"customary, 1 workers": [10, 40, 30], "02": [20, 20, 20]}}
+    [(title, _, rows)] = benchmark("throughput").tables(figures, "cpu")
+    assert title == "batch size 64, ranks on cpu: 2"
+    assert rows == [["customary, 1 workers", 30, 1.5], ["02", 20, 1]]
+
+
+def test_scaling_is_ideal_where_each_core_counts_once(benchmark):
+    figures = {"per rank 1": [10], "per rank 2": [18], "per rank 4": [19], "in all 1": [8],
+               "in all 2": [8], "usual 1": [10], "usual 2": [13], "all cores 1": [15],
+               "strangers 1": [10], "strangers 2": [20], "strangers 4": [20],
+               "exchange 1": [1], "exchange 2": [2], "exchange 4": [3]}
+    tables = benchmark("scaling").tables(figures, 256, places=2)
+    assert table_of(tables, "batch size 256 per rank") == {
+        1: [10, 1, 1, 1], 2: [18, 1.8, 2, 0.9], 4: [19, 1.9, 2, 0.95]}  # fmt: skip
+    assert table_of(tables, "batch size 256 in all")[2] == [8, 1, 2, 0.5]
+    assert table_of(tables, "strangers")[2] == [20, 2, 2, 1]
+    assert table_of(tables, "one rank")[1] == [15, 1.5, 2, 0.75]
+    # 256 images on each of two ranks at 18 images/s: 28.4 s a step, and 25.6 s for a stranger.
+    step, alone, exchange, rest = table_of(tables, "ms of a step")[2]
+    assert [round(step), alone, exchange, round(rest)] == [28444, 25600, 2, 2842]
+
+
+def test_anatomy_counts_each_accumulated_batch(benchmark):
+    figures = {
+        "overlap": {"exchange": [30], "all, exchange during": [60]},
+        "buckets": {"1": [30], "8": [20]}, "no_sync": {"1": [10], "4": [28]},
+        "hooks": {"fp32": [10], "fp16": [5]}, "memory": {"without": 8, "with view": 4},
+        "timeline": [["backward", 1, 8], ["all_reduce", 2, 4.5], ["layers", 1, 2]],
+    }  # fmt: skip
+    tables = benchmark("ddp_anatomy").tables(figures, parameters=1_000_000)
+    assert table_of(tables, "timeline") == {1: [2.5]} and "7.0 ms" in tables[0][0]
+    assert table_of(tables, "overlap")["exchange"] == [30, 0.5]
+    assert table_of(tables, "buckets")["1"] == [30, 1.5]
+    assert table_of(tables, "no_sync") == {"1": [10, 1], "4": [7, pytest.approx(0.7)]}
+    assert table_of(tables, "hooks")["fp16"] == [5, 0.5]
+    assert table_of(tables, "memory") == {"without": [8, 2], "with view": [4, 1]}
+
+
+def test_recovery_adds_its_parts_up(benchmark):
+    figures = {"recoveries": {"02": [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 8], [0, 2, 3, 4, 5, 6]],
+                              "an empty script": [[1, 2]] * 3},
+               "snapshots": {"10": [[0.5, 0.1], [0.25, 0.2], [0.5, 0.1]]}, "epoch": 2}  # fmt: skip
+    tables = benchmark("recovery").tables(figures)
+    assert table_of(tables, "from SIGKILL") == {
+        "02": [21, 1, 2, 3, 4, 5, 6], "an empty script": [3, 1, 2, None, None, None, None]}
+    assert table_of(tables, "a snapshot; an epoch of 02 took 2.00 s") == {
+        "10 MB": [0.5, 20, 0.25, 50, 0.1, 0.8]}
+
+
+def test_startup_compares_each_script_with_its_own_launcher(benchmark):
+    figures = {"smallest, mp.spawn": [[1, 1, 1, 1, 1]], "01": [[1, 1, 1, 1, 2]],
+               "smallest, torchrun": [[2, 2, 2, 2, 2]], "02": [[2, 2, 2, 2, 3]]}  # fmt: skip
+    rows = table_of(benchmark("startup").tables(figures), "to the first")
+    assert rows["01"] == [6, 1.2, 1, 1, 1, 1, 2] and rows["02"] == [11, 1.1, 2, 2, 2, 2, 3]
+
+
+# ---- What is committed ----
+
+
+def test_the_results_shown_are_those_measured(benchmark):
+    """The tables in the JSON are what today's code makes of the figures in it."""
+    assert {path.stem for path in RESULTS} >= {f"{name}-cpu" for name in SMALLEST}
+    readme = (ROOT / "README.md").read_text()
+    for path in RESULTS:
+        result = json.loads(path.read_text())
+        settings, tables = result["settings"], benchmark(result["benchmark"]).tables
+        more = {
+            "throughput": [result["device"]],
+            "scaling": [settings.get("batch size"), settings.get("cores or GPUs")],
+            "ddp_anatomy": [settings.get("parameters")],
+        }.get(result["benchmark"], [])
+        expected = [{"title": title, "columns": list(columns), "rows": rows}
+                    for title, columns, rows in tables(result["figures"], *more)]  # fmt: skip
+        assert result["tables"] == json.loads(json.dumps(expected)), path.name
+        pictures = sorted(path.parent.glob(f"{path.stem}*.svg"))
+        assert pictures, f"{path.name} has no picture: python benchmarks/plot.py"
+        for picture in pictures:
+            ElementTree.parse(picture)
+            assert f"benchmarks/results/{picture.name}" in readme, picture.name
+
+
+def phrases():
+    """What the README says of the results, with the figures that it must say."""
+    tables = {path.stem: json.loads(path.read_text())["tables"] for path in RESULTS}
+    tables = {name: [(t["title"], t["columns"], t["rows"]) for t in found]
+              for name, found in tables.items()}  # fmt: skip
+    fast = table_of(tables["throughput-cpu"], "batch size 512, ranks on cpu: 2")
+    one = table_of(tables["throughput-cpu"], "batch size 512, ranks on cpu: 1")
+    _, customary = fast["customary, 1 workers"]
+    per_rank = table_of(tables["scaling-cpu"], "batch size 256 per rank")
+    in_all = table_of(tables["scaling-cpu"], "batch size 256 in all")
+    usual = table_of(tables["scaling-cpu"], "usual")
+    strangers = table_of(tables["scaling-cpu"], "strangers")
+    all_cores = table_of(tables["scaling-cpu"], "one rank")
+    step = table_of(tables["scaling-cpu"], "ms of a step")
+    overlap = table_of(tables["ddp_anatomy-cpu"], "overlap")
+    no_sync = table_of(tables["ddp_anatomy-cpu"], "no_sync")
+    hooks = table_of(tables["ddp_anatomy-cpu"], "hooks")
+    memory = table_of(tables["ddp_anatomy-cpu"], "memory")
+    recovery = table_of(tables["recovery-cpu"], "from SIGKILL")
+    snapshots = table_of(tables["recovery-cpu"], "a snapshot")
+    startup = table_of(tables["startup-cpu"], "to the first")
+    return [
+        f"{1 / customary:.1f} times as fast as the loop of most MNIST examples",
+        f"without any input are {fast['limit: no input'][1]:.2f} times as fast",
+        f"without DDP it is {one['02 without DDP'][1]:.2f} times as fast",
+        f"are {per_rank[2][1]:.2f} times as fast as one",
+        f"the usual scheduling, {usual[2][1]:.2f} times",
+        f"nothing to do with each other are {strangers[2][1]:.2f} times as fast",
+        f"256 images in all: {in_all[2][1]:.2f} times",
+        f"a thread on each core: {all_cores[1][1]:.2f} times",
+        f"{step[2][2]:.1f} ms of a step of {step[2][0]:.1f} ms",
+        f"16th batch only takes {no_sync['16'][1]:.2f} of the time",
+        f"take {memory['without'][1]:.1f} times the memory of the weights",
+        f"gradient_as_bucket_view=True` {memory['with view'][1]:.1f} times",
+        f"takes {overlap['all, exchange after'][1]:.2f} times as long",
+        f"sent as fp16, {hooks['fp16'][1]:.2f} times",
+        f"trains again after {recovery['02'][0]:.1f} s",
+        f"the smallest script with DDP after {recovery['smallest DDP script'][0]:.1f} s",
+        f"100 MB takes {snapshots['100 MB'][0]:.2f} s, one of 1 GB {snapshots['1000 MB'][0]:.1f} s",
+        f"copying 1 GB takes {snapshots['1000 MB'][4]:.2f} s",
+        f"need {startup['01'][1]:.2f}, {startup['02'][1]:.2f} and {startup['03'][1]:.2f} times",
+    ]
+
+
+def test_the_figures_in_the_readme_are_those_of_the_results():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert [phrase for phrase in phrases() if phrase not in readme] == []
+
+
+# ---- Real runs, at the smallest size ----
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_runs(tmp_path, name):
+    command = [PYTHON, FOLDER / f"{name}.py", *SMALLEST[name], "--results-dir", tmp_path]
+    result = run(*command, cwd=tmp_path)
+    assert result.status == 0, result.output
+    found = json.loads((tmp_path / f"{name}-cpu.json").read_text())
+    assert json.dumps(found) in result.output.splitlines()
+    assert found["machine"]["torch"] in result.output
+    for table in found["tables"]:
+        assert table["title"] in result.output and table["rows"], table
+        for row in table["rows"]:  # each in a line of its own, the names as they are
+            words = [cell for cell in row if isinstance(cell, str)]
+            assert any(all(word in line for word in words) and len(line.split()) >= len(row)
+                       for line in result.output.splitlines()), row  # fmt: skip
+    numbers = [cell for table in found["tables"] for row in table["rows"] for cell in row
+               if isinstance(cell, float)]  # fmt: skip
+    assert len(numbers) > 3 and all(number > -1 for number in numbers) and median(numbers) > 0
+    if "no picture" in result.output:
+        pytest.skip("matplotlib is not installed: pip install -r benchmarks/requirements.txt")
+    pictures = sorted(tmp_path.glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        words = " ".join(ElementTree.parse(picture).getroot().itertext())
+        assert re.search("Date|date", words) is None and picture.stat().st_size > 5000
+
+
+@pytest.mark.long
+def test_without_matplotlib_a_benchmark_still_measures(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('No module named matplotlib')\n")
+    command = [PYTHON, FOLDER / "scaling.py", "--rounds=1", "--ranks", 1, "--batch-size=32",
+               "--steps=4", "--results-dir", tmp_path]  # fmt: skip
+    result = run(*command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert result.status == 0, result.output
+    assert "no picture: No module named matplotlib; pip install" in result.output
+    assert [path.name for path in tmp_path.glob("scaling*")] == ["scaling-cpu.json"]

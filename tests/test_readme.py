@@ -1,0 +1,161 @@
+"""What the README says in passing: the messages it quotes, options, variables, small examples."""
+
+import mmap
+import os
+import pathlib
+import re
+import socket
+
+import pytest
+import shown
+import torch
+import torch.distributed as dist
+import torch.distributed.run
+from support import PYTHON, ROOT, TORCHRUN, forkserver, run
+
+README = (ROOT / "README.md").read_text()
+GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+
+
+def section(title):
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def quoted(message):
+    """The message, which the README quotes; so that a quotation cannot outlive its test."""
+    assert message in README, message
+    return message
+
+
+# ---- Tables ----
+
+
+def test_the_table_of_variables_is_what_torchrun_sets():
+    table = section("How a job starts").partition("| Variable |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+    named = set(re.findall(r"`([A-Z_]+)`", " ".join(cells)))
+    _, lines = shown.read(shown.FOLDER / "environment.txt")
+    printed = {line.split()[2].partition("=")[0] for line in lines}
+    assert len(named) > 10 and named == printed
+
+
+def test_the_options_of_torchrun_exist():
+    table = section("How a job starts").partition("| Option |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+    options = set(re.findall(r"(?<!-)-(?:-[a-z-]+|m)\b", " ".join(cells)))
+    help_text = torch.distributed.run.get_args_parser().format_help()
+    assert len(options) > 12 and {o for o in options if o not in help_text} == set()
+
+
+def test_what_is_said_of_backends_and_data_parallel():
+    assert dist.is_gloo_available() and not dist.is_mpi_available()
+    model = torch.nn.Linear(2, 2)
+    if not torch.cuda.is_available():
+        assert torch.nn.DataParallel(model).device_ids == []  # a CPU: it calls the model, no more
+
+
+def meet(rank, line, port, path):
+    """In a forked process: run a line of the README, on a port and a path of the test's own."""
+    line = line.replace(":29605", f":{port}").replace("/tmp/meet-here", f"{path}/meet")
+    environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                   "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    store = dist.FileStore(f"{path}/store", 2)
+    exec(line, {"dist": dist, "rank": rank, "store": store})  # noqa: S102 a line of our README
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    assert total == 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_four_ways_to_meet(tmp_path, number):
+    [block] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    lines = block.splitlines()
+    assert len(lines) == 4
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
+             for rank in (0, 1)]  # fmt: skip
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+
+
+# ---- Messages of PyTorch that the README quotes ----
+
+
+def test_a_snapshot_with_more_than_plain_types(tmp_path):
+    torch.save({"path": pathlib.PurePosixPath("x")}, tmp_path / "snapshot.pt")
+    with pytest.raises(Exception, match=quoted("Weights only load failed")) as error:
+        torch.load(tmp_path / "snapshot.pt")
+    assert error.typename in README
+
+
+@pytest.mark.long
+def test_the_messages_of_torchrun(tmp_path):
+    (tmp_path / "fails.py").write_text("raise RuntimeError('no record above main')\n")
+    result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "fails.py", cwd=tmp_path)
+    assert quoted("Setting OMP_NUM_THREADS environment variable for each process to be 1") \
+        in result.output  # fmt: skip
+    assert quoted("To enable traceback see") in result.output.partition("Root Cause")[2]
+    assert "RuntimeError: no record above main" in result.output.partition("Root Cause")[0]
+
+    result = run(*TORCHRUN, "--standalone", "--nproc-per-node=gpu", "fails.py", cwd=tmp_path,
+                 env={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert quoted("Cuda is not available.") in result.output
+
+    (tmp_path / "strict.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    result = run(PYTHON, "-m", "torch.distributed.launch", "strict.py", cwd=tmp_path)
+    assert quoted("unrecognized arguments: --local-rank=0") in result.output
+
+
+@pytest.mark.long
+def test_an_endpoint_that_nobody_has(tmp_path):
+    (tmp_path / "never.py").write_text("raise SystemExit('was started')\n")
+    result = run(*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1",
+                 "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29603",
+                 "--rdzv-conf=read_timeout=5", "never.py", cwd=tmp_path)  # fmt: skip
+    assert quoted("The connection to the C10d store has failed") in result.output
+    assert "was started" not in result.output
+
+
+@pytest.mark.skipif(not GPU_LIBRARY.exists(), reason="a build of PyTorch without CUDA")
+def test_the_messages_of_nccl_are_in_its_library():
+    """They need a GPU to be seen; that they still read so can be seen without."""
+    with open(GPU_LIBRARY, "rb") as file:
+        library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for message in ("Watchdog caught collective operation timeout",
+                        "destroy_process_group() was not called before program exit"):  # fmt: skip
+            assert library.find(quoted(message).encode()) > 0, message
+
+
+# ---- Pictures ----
+
+
+def test_the_pictures_say_what_their_logs_say(monkeypatch):
+    pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
+    monkeypatch.syspath_prepend(ROOT / "transcripts")
+    import draw
+
+    whole = draw.epochs(draw.read(draw.HERE / "uninterrupted.log"))
+    whole = {epoch: loss for *_, epoch, loss in whole}
+    lines = draw.read(draw.HERE / "killed.log")
+    [crash] = [i for i, (_, line) in enumerate(lines) if "crash on purpose" in line]
+    before, after = draw.epochs(lines[:crash]), draw.epochs(lines[crash:])
+    assert sorted(whole) == list(range(1, 21)) and before[-1][2] == 10 and after[0][2] == 9
+    assert all(whole[epoch] == loss for *_, epoch, loss in before + after)
+    last = [line for _, line in lines if "sha256" in line]
+    assert last and last[0] in (draw.HERE / "uninterrupted.log").read_text()
+
+    found = draw.epochs(draw.read(draw.HERE / "shrink_and_grow.log"))
+    ranks = [n for _, n, *_ in found]
+    assert [n for i, n in enumerate(ranks) if ranks[i - 1 : i] != [n]] == [4, 2, 4]
+    for name in ("ddp", "ranks", "kill_and_resume", "shrink_and_grow"):
+        figure, ax = draw.plt.subplots()
+        getattr(draw, f"draw_{name}")(ax)
+        figure.canvas.draw()
+        draw.plt.close(figure)
+        assert f"(transcripts/{name}.svg)" in README and (draw.HERE / f"{name}.svg").exists()

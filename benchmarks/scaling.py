@@ -127,7 +127,7 @@ def tables(figures, batch_size, places):
 
 
 def main():
-    new = parser(__doc__, rounds=3)
+    new = parser(__doc__, rounds=5)
     new.add_argument("--ranks", type=int, nargs="+", help="default: 1 2 4, on GPUs 1 to all")
     new.add_argument("--batch-size", type=int, default=256)
     new.add_argument("--steps", type=int, default=40, help="a turn; default 40")

@@ -167,7 +167,7 @@ def phrases():
         f"are {per_rank[2][1]:.2f} times as fast as one",
         f"the usual scheduling, {usual[2][1]:.2f} times",
         f"nothing to do with each other are {strangers[2][1]:.2f} times as fast",
-        f"256 images in all: {in_all[2][1]:.2f} times",
+        f"256 images in all {in_all[2][1]:.2f} times",
         f"a thread on each core: {all_cores[1][1]:.2f} times",
         f"{step[2][2]:.1f} ms of a step of {step[2][0]:.1f} ms",
         f"16th batch only takes {no_sync['16'][1]:.2f} of the time",
@@ -180,6 +180,8 @@ def phrases():
         f"100 MB takes {snapshots['100 MB'][0]:.2f} s, one of 1 GB {snapshots['1000 MB'][0]:.1f} s",
         f"copying 1 GB takes {snapshots['1000 MB'][4]:.2f} s",
         f"need {startup['01'][1]:.2f}, {startup['02'][1]:.2f} and {startup['03'][1]:.2f} times",
+        f"without workers, {1 / fast['customary, 0 workers'][1]:.1f} times",
+        f"{in_all[4][1]:.2f} times on four",
     ]
 
 

@@ -122,16 +122,16 @@ def draw_ddp_anatomy(result):
                "all_reduce": ORANGE}
     bucket = 0
     for lane, begin, end in figures["timeline"]:
-        ax.barh(lanes[lane], end - begin, left=begin, color=colours[lane], edgecolor="white")
-        text = lane if lanes[lane] == 0 else ""
-        if lane == "all_reduce":
+        y, height, text = lanes[lane], 0.8, lane if lanes[lane] == 0 else ""
+        if lane == "all_reduce":  # above and below by turns, as two may be under way
             bucket += 1
-            text = str(bucket)
+            y, height, text = y + (0.2 if bucket % 2 == 0 else -0.2), 0.4, str(bucket)
+        ax.barh(y, end - begin, height, left=begin, color=colours[lane], edgecolor="white")
         if lane == "optimizer":
-            ax.text(end, 0, f" {lane}", va="center", fontsize=8)
+            ax.text(end, y, f" {lane}", va="center", fontsize=8)
         else:
-            ax.text((begin + end) / 2, lanes[lane], text, ha="center", va="center",
-                    color="white", fontsize=8)
+            ax.text((begin + end) / 2, y, text, ha="center", va="center", color="white",
+                    fontsize=8)
     ax.margins(x=0.06)
     ax.set_yticks([0, 1, 2], ["step", "backward of the layers", "all-reduce of buckets"])
     ax.invert_yaxis()

@@ -16,6 +16,9 @@ from support import PYTHON, ROOT, assert_nothing_left, end, run, start
 OFFICIAL = ("https://docs.pytorch.org/", "https://github.com/pytorch/", "https://arxiv.org/abs/")
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
+OTHERS = [ROOT / "transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
+OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - {ROOT / "benchmarks/common.py",
+                                                      ROOT / "benchmarks/launched.py"})
 OWN = {"main", "parse_args", "worker"}  # each script tells its own story there
 
 # Commands that are shown and not run as they stand, each with the reason.
@@ -42,6 +45,7 @@ NOT_RUN = {
     "pip install -r requirements.txt": INSTALLS,
     "python tests/fault_campaign.py --rounds 100": "takes half an hour; test_faults.py plays some",
     "python transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
+    "python transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
@@ -49,6 +53,14 @@ NOT_RUN = {
 NOT_RUN |= {
     f"python benchmarks/{name}.py": "takes minutes; test_benchmarks.py runs it at its smallest"
     for name in ("throughput", "scaling", "ddp_anatomy", "recovery", "startup")
+}
+NOT_RUN |= {
+    f"python benchmarks/plot.py{file}": "each of the benchmarks draws its own results with it"
+    for file in ("", " benchmarks/results/throughput-cpu.json")
+}
+NOT_RUN |= {
+    f"{launcher} benchmarks/smallest_ddp.py 1": "benchmarks/startup.py runs it, and is run"
+    for launcher in ("python", "torchrun --standalone --nproc-per-node=2")
 }
 # What a command of each script ends with, and without which status 0 would be worth nothing.
 PROOFS = {
@@ -97,7 +109,7 @@ def commands_shown():
     inline = re.findall(r"`((?:python|torchrun) [^`]+|pytest[^`]*)`", readme)
     for command in [c for block in blocks for c in shell_commands(block)] + inline:
         shown[command].append("README.md")
-    for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS]:
+    for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS, *OTHERS]:
         docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
         lines = re.findall(r"^    ((?:python|torchrun).*(?:\\\n.*)*)", docstring, re.MULTILINE)
         assert lines, f"{path.name} shows no command"

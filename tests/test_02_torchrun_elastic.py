@@ -17,6 +17,7 @@ from support import (
     files,
     fork,
     fork_ranks,
+    forkserver,
     limit_file_size,
     pretend_one_gpu,
     record_draws,
@@ -350,3 +351,25 @@ def test_the_workers_own_traceback_is_reported(tmp_path, mnist_dir):
     assert result.status == 1
     report = result.output.partition("Root Cause")[2]
     assert "ZeroDivisionError: division by zero" in report and ", in train" in report
+
+
+def share_cores_in_a_child(forbidden):
+    """In a forked process: share the cores of two, where the system allows batch jobs or not."""
+    if forbidden:
+        def sched_setscheduler(*_):
+            raise PermissionError(1, "Operation not permitted")
+
+        os.sched_setscheduler = sched_setscheduler
+    runpy.run_path(str(ROOT / SCRIPT))["share_cores"](2)
+    assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert os.sched_getscheduler(0) == (os.SCHED_OTHER if forbidden else os.SCHED_BATCH)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch scheduling")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asked for on the CPU alone")
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_the_cores_are_shared_by_batch_jobs(forbidden):
+    process = forkserver.Process(target=share_cores_in_a_child, args=(forbidden,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

@@ -13,6 +13,7 @@ memory      of gradients, with and without gradient_as_bucket_view
 hooks       gradients sent as fp16 or bf16, half the bytes
 
 Figure 9, more ranks, is scaling.py's. The model: layers of Linear and GELU, all of one width.
+It should run on GPUs, one a rank, and has not been tried there so far.
 """
 
 import contextlib

@@ -12,6 +12,7 @@ without DDP 02's loop on one rank, and the same with the model not wrapped: what
             too, which takes half a minute and needs a C++ compiler)
 
 All sides have the same layers, optimizer and batch size, and take turns in the same processes.
+What is said of GPUs has not been run so far.
 """
 
 import pathlib

@@ -81,17 +81,29 @@ def resident(device):
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
-def measure_memory(net, batch):
+def new_net(rank, world_size, layers, width, batch_size):
+    """Return (layers of Linear and GELU, a batch of this rank, the backend)."""
+    device, backend = SCRIPT.pick_device(rank)
+    SCRIPT.share_cores(world_size)
+    torch.manual_seed(0)
+    stack = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*stack).to(device), torch.randn(batch_size, width, device=device), backend
+
+
+def measure_memory(rank, world_size, store, layers, width, batch_size):
     """Return {with or without view: MB of gradients and buckets, after two steps}."""
+    net, batch, backend = new_net(rank, world_size, layers, width, batch_size)
     found = {}
-    for view in (False, True):
-        gc.collect()
-        before = resident(batch.device)
-        model = DDP(copy.deepcopy(net), gradient_as_bucket_view=view)
-        warmed_up(model, batch)
-        weights = sum(p.nbytes for p in net.parameters()) / 1e6
-        found["with view" if view else "without"] = resident(batch.device) - before - weights
-        del model
+    with process_group(backend, store, "memory", rank, world_size):
+        warmed_up(DDP(copy.deepcopy(net)), batch)  # once, so that the rest is gradients' alone
+        for view in (False, True):
+            gc.collect()
+            before = resident(batch.device)
+            model = DDP(copy.deepcopy(net), gradient_as_bucket_view=view)
+            warmed_up(model, batch)
+            weights = sum(p.nbytes for p in net.parameters()) / 1e6
+            found["with view" if view else "without"] = resident(batch.device) - before - weights
+            del model
     return found
 
 
@@ -148,15 +160,8 @@ def accumulation_side(net, batch, count):
 
 
 def measure(rank, world_size, store, layers, width, batch_size, rounds):
-    device, backend = SCRIPT.pick_device(rank)
-    SCRIPT.share_cores(world_size)
-    torch.manual_seed(0)
-    stack = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
-    net = nn.Sequential(*stack).to(device)
-    batch = torch.randn(batch_size, width, device=device)
+    net, batch, backend = new_net(rank, world_size, layers, width, batch_size)
     with process_group(backend, store, "anatomy", rank, world_size):
-        warmed_up(DDP(copy.deepcopy(net)), batch)  # once, so that later memory is gradients' alone
-        memory = measure_memory(net, batch)
         experiments = {
             "overlap": overlap_sides(net, batch),
             "buckets": {size: bucket_side(net, batch, size) for size in BUCKETS},
@@ -167,15 +172,14 @@ def measure(rank, world_size, store, layers, width, batch_size, rounds):
         }  # fmt: skip
         figures = {}
         for name, sides in experiments.items():
-            timed = {side: lambda call=call: 1000 * seconds(call, device)
+            timed = {side: lambda call=call: 1000 * seconds(call, batch.device)
                      for side, call in sides.items()}
             figures[name] = alternate(timed, rounds)
         model = warmed_up(
             DDP(copy.deepcopy(net), gradient_as_bucket_view=True, bucket_cap_mb=8), batch)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
         optimizer.step()
-        timeline = profile_step(model, batch, optimizer)
-        return figures | {"memory": memory, "timeline": timeline}
+        return figures | {"timeline": profile_step(model, batch, optimizer)}
 
 
 def tables(figures, parameters):
@@ -216,9 +220,11 @@ def main():
     new.add_argument("--batch-size", type=int, default=64, help="of a rank")
     args = new.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own remarks: none
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes back at once
     gpus = torch.cuda.device_count()
-    figures = run_ranks(measure, gpus or 2, args.layers, args.width, args.batch_size, args.rounds)
+    sizes = (args.layers, args.width, args.batch_size)
+    figures = run_ranks(measure, gpus or 2, *sizes, args.rounds)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system at once
+    figures["memory"] = run_ranks(measure_memory, gpus or 2, *sizes)
     parameters = args.layers * (args.width + 1) * args.width
     settings = {"layers": args.layers, "width": args.width, "batch size": args.batch_size,
                 "parameters": parameters, "ranks": gpus or 2, "rounds": args.rounds}

@@ -113,18 +113,20 @@ def limit_epoch(batches, device):
     return lambda: [step(model, optimizer, *batch) for batch in batches]
 
 
-def measure(rank, world_size, store, folder, data, batch_sizes, workers, variants, rounds):
+def measure(rank, world_size, store, folder, images, batch_sizes, workers, variants, rounds):
     """Return {batch size: {side: [images/s of each round]}}; on one rank, also without DDP."""
     device, backend = SCRIPT.pick_device(rank)
     SCRIPT.share_cores(world_size)
-    data = [tensor.clone() for tensor in data]  # out of shared memory: to index that is slower
+    # Made here, as 02 does, and not sent. It leaves the C library with room that it keeps: without
+    # that, memory went back to the system in each step, and steps of 512 took twice as long.
+    train_set = SCRIPT.generate_data(train=images, test=1)[0]
     with process_group(backend, store, "throughput", rank, world_size):
-        return {size: measure_batch(size // world_size, world_size, device, folder, data, workers,
-                                    variants, rounds) for size in batch_sizes}
+        return {size: measure_batch(size // world_size, world_size, device, folder, train_set,
+                                    workers, variants, rounds) for size in batch_sizes}
 
 
-def measure_batch(share, world_size, device, folder, data, workers, variants, rounds):
-    loader = loader_of_02(SCRIPT.Digits(*data), share)
+def measure_batch(share, world_size, device, folder, train_set, workers, variants, rounds):
+    loader = loader_of_02(train_set, share)
     images = len(loader) * share * world_size
 
     def epoch_of_02(ddp=True):
@@ -184,12 +186,11 @@ def main():
     ranks = {torch.cuda.device_count() or 2: (sorted({0, 1, cores}), changes)}
     ranks.setdefault(1, ([], []))
     images = args.images or (60_000 if device == "cuda" else 8192)
-    data = SCRIPT.generate_data(train=images, test=1)[0].tensors
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_mnist(folder, *data)
+        write_mnist(folder, *SCRIPT.generate_data(train=images, test=1)[0].tensors)
         for world_size, (workers, variants) in ranks.items():
-            found = run_ranks(measure, world_size, folder, data, args.batch_sizes, workers,
+            found = run_ranks(measure, world_size, folder, images, args.batch_sizes, workers,
                               variants, args.rounds)
             figures |= {f"{size} {world_size}": sides for size, sides in found.items()}
     settings = {"images": images, "rounds": args.rounds}

@@ -106,9 +106,8 @@ def describe_machine(device="cpu"):
     with contextlib.suppress(OSError):
         found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
         model = found[1] if found else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "processor": model, "cores": cores,
+        "processor": model, "cores": count_cores(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "python": platform.python_version(), "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -164,10 +163,23 @@ def finish(name, args, device, settings, figures, tables):
         plot.draw(path)
 
 
+def count_cores():
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def number(text):
+    """For options: a whole number from 1 up."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, not {text!r}")
+    return int(text)
+
+
 def parser(description, rounds):
     """A parser with the options that all benchmarks have."""
     new = argparse.ArgumentParser(description=description.partition("\n")[0])
-    new.add_argument("--rounds", type=int, default=rounds, help=f"turns a side; default {rounds}")
+    new.add_argument("--rounds", type=number, default=rounds,
+                     help=f"turns a side; default {rounds}")
     new.add_argument("--results-dir", type=pathlib.Path, default=RESULTS,
                      help="for the JSON and the picture; default benchmarks/results")
     return new

@@ -25,7 +25,17 @@ import statistics
 
 import torch
 import torch.distributed as dist
-from common import alternate, finish, load_script, parser, process_group, ratio, run_ranks, seconds
+from common import (
+    alternate,
+    finish,
+    load_script,
+    number,
+    parser,
+    process_group,
+    ratio,
+    run_ranks,
+    seconds,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -215,9 +225,9 @@ def tables(figures, parameters):
 
 def main():
     new = parser(__doc__, rounds=5)
-    new.add_argument("--layers", type=int, default=12)
-    new.add_argument("--width", type=int, default=1024)
-    new.add_argument("--batch-size", type=int, default=64, help="of a rank")
+    new.add_argument("--layers", type=number, default=12)
+    new.add_argument("--width", type=number, default=1024)
+    new.add_argument("--batch-size", type=number, default=64, help="of a rank")
     args = new.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own remarks: none
     gpus = torch.cuda.device_count()

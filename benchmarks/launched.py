@@ -16,7 +16,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 class Job:
-    """A command in a folder of its own, and the stations that its processes reach."""
+    """A command in a folder of its own, and the stations that its processes reach.
+
+    with Job(...) as job: at the end of the block, or on an error in it, nothing of it is left.
+    """
 
     def __init__(self, *command):
         self.folder = tempfile.TemporaryDirectory()
@@ -52,9 +55,11 @@ class Job:
                                    f"\n{self.output.read_text()}")
             time.sleep(0.002)
 
-    def end(self):
-        """End the job as Ctrl-C or a scheduler would, and wait until all its processes are gone."""
-        self.process.terminate()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()  # as a scheduler would
         self.process.wait(60)
         deadline = time.monotonic() + 60
         while any(alive(pid) for pid in self.stations()):

@@ -44,21 +44,20 @@ def recover(command, last_station, epochs):
 
     epoch: the median of the seconds of an epoch that the job has reported, or None.
     """
-    job = Job(*TORCHRUN, "--max-restarts=3", *command)
-    first = job.wait_for(have_reached(last_station))
-    lines = r"epoch +\d+/.* \| +(\d+) images/s \| saved"
-    job.wait_for(lambda job: len(re.findall(lines, job.output.read_text())) >= epochs)
-    [victim] = [pid for pid, stations in first.items() if stations["rank"] == "1"]
-    [survivor] = [pid for pid in first if pid != victim]
-    times = [time.time()]
-    os.kill(victim, signal.SIGKILL)
-    job.wait_for(lambda job: not alive(survivor))
-    times.append(time.time())
-    again = job.wait_for(have_reached(last_station, apart_from=first)).values()
-    for station in STATIONS[: STATIONS.index(last_station) + 1]:
-        times.append(max(rank[station] for rank in again))
-    speeds = [int(speed) for speed in re.findall(lines, job.output.read_text())]
-    job.end()
+    with Job(*TORCHRUN, "--max-restarts=3", *command) as job:
+        first = job.wait_for(have_reached(last_station))
+        lines = r"epoch +\d+/.* \| +(\d+) images/s \| saved"
+        job.wait_for(lambda job: len(re.findall(lines, job.output.read_text())) >= epochs)
+        [victim] = [pid for pid, stations in first.items() if stations["rank"] == "1"]
+        [survivor] = [pid for pid in first if pid != victim]
+        times = [time.time()]
+        os.kill(victim, signal.SIGKILL)
+        job.wait_for(lambda job: not alive(survivor))
+        times.append(time.time())
+        again = job.wait_for(have_reached(last_station, apart_from=first)).values()
+        for station in STATIONS[: STATIONS.index(last_station) + 1]:
+            times.append(max(rank[station] for rank in again))
+        speeds = [int(speed) for speed in re.findall(lines, job.output.read_text())]
     epoch = statistics.median(8192 / speed for speed in speeds) if speeds else None
     return [after - before for before, after in itertools.pairwise(times)], epoch
 
@@ -104,6 +103,10 @@ def main():
     new.add_argument("--megabytes", type=float, nargs="+", default=[0.1, 1, 10, 100, 1000])
     new.add_argument("--folder", default=".", help="where to write the snapshots; default here")
     args = new.parse_args()
+    if not os.access(args.folder, os.W_OK):
+        new.error(f"cannot write in {args.folder}: give another --folder")
+    if min(args.megabytes) <= 0:
+        new.error("--megabytes: sizes above 0")
     # What 02 has within: without it, restarted workers read the addresses of the dead.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,18 @@ import os
 import statistics
 
 import torch
-from common import alternate, finish, load_script, parser, process_group, ratio, run_ranks, seconds
+from common import (
+    alternate,
+    count_cores,
+    finish,
+    load_script,
+    number,
+    parser,
+    process_group,
+    ratio,
+    run_ranks,
+    seconds,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -85,8 +96,7 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
         sides[f"strangers {world_size}"] = side(world_size, epoch_speed, batch_size, steps, False)
         sides[f"exchange {world_size}"] = side(world_size, exchange_ms, steps)
     if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        sides["all cores 1"] = side(1, epoch_speed, batch_size, steps, True, threads=cores)
+        sides["all cores 1"] = side(1, epoch_speed, batch_size, steps, True, threads=count_cores())
     return alternate(sides, rounds)
 
 
@@ -128,14 +138,17 @@ def tables(figures, batch_size, places):
 
 def main():
     new = parser(__doc__, rounds=5)
-    new.add_argument("--ranks", type=int, nargs="+", help="default: 1 2 4, on GPUs 1 to all")
-    new.add_argument("--batch-size", type=int, default=256)
-    new.add_argument("--steps", type=int, default=40, help="a turn; default 40")
+    new.add_argument("--ranks", type=number, nargs="+", help="default: 1 2 4, on GPUs 1 to all")
+    new.add_argument("--batch-size", type=number, default=256)
+    new.add_argument("--steps", type=number, default=40, help="a turn; default 40")
     args = new.parse_args()
     gpus = torch.cuda.device_count()
     device = "cuda" if gpus else "cpu"
-    places = gpus or len(os.sched_getaffinity(0))
+    places = gpus or count_cores()
     ranks = args.ranks or ([n for n in (1, 2, 4, 8) if n <= gpus] if gpus else [1, 2, 4])
+    ranks = sorted({1, *ranks})  # one is what all are compared with
+    if max(ranks) > args.batch_size:
+        new.error(f"--batch-size: {max(ranks)} or more, an image for each rank")
     figures = run_ranks(measure, max(ranks), ranks, args.batch_size, args.steps, args.rounds)
     settings = {"batch size": args.batch_size, "steps": args.steps, "rounds": args.rounds,
                 "cores or GPUs": places}

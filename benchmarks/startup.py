@@ -32,10 +32,9 @@ SIDES = {  # {name: (command, which of the smallest it is compared with)}
 
 def start(command):
     """Return the seconds of a start: [one for each of STATIONS], each since the one before."""
-    job = Job(*command)
-    ranks = job.wait_for(have_reached(STATIONS[-1])).values()
+    with Job(*command) as job:
+        ranks = job.wait_for(have_reached(STATIONS[-1])).values()
     times = [job.begin, *(max(rank[station] for rank in ranks) for station in STATIONS)]
-    job.end()
     return [after - before for before, after in itertools.pairwise(times)]
 
 

@@ -22,7 +22,18 @@ import tempfile
 import warnings
 
 import torch
-from common import alternate, finish, load_script, parser, process_group, ratio, run_ranks, seconds
+from common import (
+    alternate,
+    count_cores,
+    finish,
+    load_script,
+    number,
+    parser,
+    process_group,
+    ratio,
+    run_ranks,
+    seconds,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
@@ -175,17 +186,19 @@ def tables(figures, device):
 
 def main():
     new = parser(__doc__, rounds=7)
-    new.add_argument("--images", type=int, help="default: 8192, on a GPU 60000")
-    new.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 512])
+    new.add_argument("--images", type=number, help="default: 8192, on a GPU 60000")
+    new.add_argument("--batch-sizes", type=number, nargs="+", default=[64, 512])
     new.add_argument("--compile", action="store_true", help="try torch.compile, too")
     args = new.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = len(SCRIPT.os.sched_getaffinity(0))
     # One rank last: there, it is DDP that is looked at, and not the loading.
     changes = ["fused SGD", "channels-last", "bf16 autocast", *["torch.compile"] * args.compile]
-    ranks = {torch.cuda.device_count() or 2: (sorted({0, 1, cores}), changes)}
+    ranks = {torch.cuda.device_count() or 2: (sorted({0, 1, count_cores()}), changes)}
     ranks.setdefault(1, ([], []))
     images = args.images or (60_000 if device == "cuda" else 8192)
+    if not max(ranks) <= min(args.batch_sizes) <= max(args.batch_sizes) <= images:
+        new.error(f"--batch-sizes: from {max(ranks)} (an image for each rank) to {images}"
+                  " (--images)")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         write_mnist(folder, *SCRIPT.generate_data(train=images, test=1)[0].tensors)

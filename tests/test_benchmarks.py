@@ -222,6 +222,19 @@ def test_a_benchmark_runs(tmp_path, name):
 
 
 @pytest.mark.long
+def test_bad_calls_measure_nothing(tmp_path):
+    for name, words, message in (
+        ("startup", ["--rounds", 0], "must be a whole number from 1 up, not '0'"),
+        ("throughput", ["--batch-sizes", 1], "from 2 (an image for each rank) to 8192 (--images)"),
+        ("scaling", ["--batch-size", 2], "--batch-size: 4 or more, an image for each rank"),
+        ("recovery", ["--folder", "missing"], "cannot write in missing: give another --folder"),
+    ):
+        result = run(PYTHON, FOLDER / f"{name}.py", *words, cwd=tmp_path)
+        assert result.status == 2 and message in result.output.splitlines()[-1], result.output
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.long
 def test_without_matplotlib_a_benchmark_still_measures(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('No module named matplotlib')\n")
     command = [PYTHON, FOLDER / "scaling.py", "--rounds=1", "--ranks", 1, "--batch-size=32",

@@ -206,6 +206,32 @@ def draw_ddp(ax):
     ax.text(30, 17.5, "gradients are averaged\nwhile backward goes on", fontsize=9, va="center")
 
 
+def draw_six_steps(ax):
+    """What two ranks do from start to end, and where they exchange something."""
+    ax.set(xlim=(0, 100), ylim=(0, 34))
+    ax.axis("off")
+    steps = (  # what all do, what rank 0 does, what rank 1 does, exchanged in between, arrow
+        ("start", "I am rank 0,\nGPU 0 is mine", "I am rank 1,\nGPU 1 is mine", "", ""),
+        ("meet", "init_process\n_group", "init_process\n_group", "addresses", "<->"),
+        ("share the data", "images\n0, 2, 4, ...", "images\n1, 3, 5, ...", "", ""),
+        ("wrap the model", "DDP(model)", "DDP(model)", "rank 0's\nweights", "->"),
+        ("train", "every step;\nreport, save", "every step", "gradients\nin each step", "<->"),
+        ("leave", "destroy_process\n_group", "destroy_process\n_group", "", ""),
+    )
+    for rank, y in ((0, 20), (1, 3)):
+        ax.add_patch(plt.Rectangle((0, y - 1.5), 100, 9.5, facecolor="#EEEEEE"))
+        ax.text(1, y + 3.2, f"rank {rank}", va="center")
+        for i, step in enumerate(steps):
+            colour = BLUE if step[3] else GREY
+            box(ax, 8 + 15.3 * i, y, 14.5, 6.5, step[1 + rank], colour, color="white", fontsize=8)
+    for i, (name, _, _, exchanged, style) in enumerate(steps):
+        x = 15.2 + 15.3 * i
+        ax.text(x, 30.5, f"{i + 1}. {name}", ha="center")
+        if exchanged:
+            arrow(ax, (x, 19.7), (x, 9.8), style, ORANGE)
+            ax.text(x + 0.8, 14.7, exchanged, va="center", fontsize=8)
+
+
 def draw_ranks(ax):
     ax.set(xlim=(0, 100), ylim=(0, 34))
     ax.axis("off")
@@ -229,7 +255,7 @@ def main():
     if not args.redraw:
         run_kill_and_resume()
         run_shrink_and_grow()
-    for name, draw in (("ddp", draw_ddp), ("ranks", draw_ranks),
+    for name, draw in (("ddp", draw_ddp), ("six_steps", draw_six_steps), ("ranks", draw_ranks),
                        ("kill_and_resume", draw_kill_and_resume),
                        ("shrink_and_grow", draw_shrink_and_grow)):
         figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")

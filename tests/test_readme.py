@@ -4,14 +4,13 @@ import mmap
 import os
 import pathlib
 import re
-import socket
 
 import pytest
 import shown
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from support import PYTHON, ROOT, TORCHRUN, forkserver, run
+from support import PYTHON, ROOT, TORCHRUN, forkserver, free_port, run
 
 README = (ROOT / "README.md").read_text()
 GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
@@ -70,18 +69,21 @@ def meet(rank, line, port, path):
 
 @pytest.mark.parametrize("number", range(4))
 def test_the_four_ways_to_meet(tmp_path, number):
-    [block] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    lines = block.splitlines()
+    lines = shown.block("four ways to meet").splitlines()
     assert len(lines) == 4
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
-             for rank in (0, 1)]  # fmt: skip
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
+    with free_port() as port:
+        ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
+                 for rank in (0, 1)]  # fmt: skip
+        for process in ranks:
+            process.start()
+        try:
+            for process in ranks:
+                process.join(60)
+                assert process.exitcode == 0
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
 # ---- Messages of PyTorch that the README quotes ----

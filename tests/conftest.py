@@ -1,5 +1,10 @@
 import gzip
 import hashlib
+import os
+
+# Before torch is imported, here and in every child: all runs on the CPU. On a machine with one GPU,
+# say, every test with two ranks would otherwise end with "2 processes want a GPU each".
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 from support import make_digits, write_digits
@@ -8,6 +13,11 @@ from support import make_digits, write_digits
 def pytest_addoption(parser):
     parser.addoption("--rounds", type=int, default=10, help="repetitions of the launch tests")
     parser.addoption("--write-transcripts", action="store_true", help="write transcripts/ anew")
+
+
+def pytest_configure(config):
+    if config.getoption("--rounds") < 1:
+        raise pytest.UsageError("--rounds: give 1 or more: none would test nothing")
 
 
 @pytest.fixture

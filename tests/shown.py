@@ -1,8 +1,12 @@
-"""transcripts/: what commands of the README printed, and the README's blocks that show it.
+"""What the documents show: blocks of commands, found by their names, and what commands printed.
 
-A file holds a command and the lines of its ranks. pytest -m long --write-transcripts writes all
-files anew, and the README's blocks with them. A block names its file in a comment above it, and
-shows the whole, or some of its lines, in their order.
+A block of sh, bash or python has a comment above it, <!-- block: NAME -->, and a name of its own.
+bash: single commands, each of which is run by itself. sh: one piece, run as a whole.
+
+transcripts/: what commands of the README printed, and the README's blocks that show it. A file
+holds a command and the lines of its ranks. pytest -m long --write-transcripts writes all files
+anew, and the README's blocks with them. A block names its file in a comment above it, and shows the
+whole, or some of its lines, in their order.
 """
 
 import re
@@ -10,9 +14,37 @@ import re
 from support import ROOT
 
 README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted(ROOT.glob("[!.]*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
+LAB_STORY = "the four blocks of the README on two machines, one after the other"
 FOLDER = ROOT / "transcripts"
 BLOCK = re.compile(
     r"<!-- from transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def named_blocks(documents=None):
+    """{name: (document, language, text)} of all blocks but those of text; ValueError if unclear."""
+    found = {}
+    for document in documents or DOCUMENTS:
+        lines, number = document.read_text().splitlines(), 0
+        while number < len(lines):
+            if fence := re.match(r" *```(.*)$", lines[number]):
+                where, language, start = f"{document.name}:{number + 1}", fence[1], number + 1
+                number = lines.index(lines[number].partition("```")[0] + "```", start)
+                name = re.fullmatch(r" *<!-- block: (.+) -->", lines[start - 2])
+                if language not in ("bash", "sh", "python", "text"):
+                    raise ValueError(f"{where}: a block of {language or 'no language'}")
+                if language != "text":
+                    if not name or name[1] in found:
+                        raise ValueError(f"{where}: a block needs a name of its own")
+                    text = "".join(f"{line}\n" for line in lines[start:number])
+                    found[name[1]] = document, language, text
+            number += 1
+    return found
+
+
+def block(name):
+    """The text of the block of that name."""
+    return named_blocks()[name][2]
 
 
 def masked(lines):

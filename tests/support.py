@@ -9,6 +9,7 @@ what goes wrong there shows with run alone.
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,10 +18,12 @@ import re
 import resource
 import runpy
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -59,6 +62,85 @@ def record_draws():
         return iter(items)
 
     DistributedSampler.__iter__ = draw_and_print
+
+
+def variant(folder, script, changes):
+    """Write ROOT/script to folder with {old text: new text} replaced; return its path.
+
+    Each old text must stand in the script exactly once: else a test would change nothing, or more
+    than it means to.
+    """
+    text = (ROOT / script).read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{text.count(old)} times in {script}: {old!r}"
+        text = text.replace(old, new)
+    (folder / script).write_text(text)
+    return folder / script
+
+
+def load(folder):
+    """The snapshot in a folder."""
+    return torch.load(folder / "snapshot.pt", weights_only=True)
+
+
+def tensors(tree):
+    """All tensors in a snapshot, in order."""
+    if isinstance(tree, dict):
+        return list(itertools.chain(*(tensors(value) for value in tree.values())))
+    return [tree] if isinstance(tree, torch.Tensor) else []
+
+
+def difference(one, other):
+    """The largest |difference| between two snapshots' tensors, the optimizer's included."""
+    pairs = list(zip(tensors(one), tensors(other), strict=True))
+    assert len(pairs) == 12  # six parameters, each with its momentum
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def digest(result):
+    """The checksum of the weights with which a run ended, as it printed it."""
+    return re.search(r"sha256 (?:of weights )?(\w{12})\b", result.output)[1]
+
+
+def wait_until(condition, what, timeout=90, pause=0.05):
+    """Wait until condition() is true, and return it; what: what is waited for, or says so."""
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"after {timeout} s: {what() if callable(what) else what}")
+        time.sleep(pause)
+    return found
+
+
+@contextlib.contextmanager
+def free_port():
+    """A port that nobody else gets while the "with" lasts, and on which a store can listen.
+
+    The socket that holds it does not listen, and both sides say SO_REUSEADDR (libuv, which makes
+    the store's socket, does): so the system gives the port to nobody who asks for any free one.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def listening(pid):
+    """The IPv4 and IPv6 addresses at which a process accepts connections: [(address, port)]."""
+    sockets = set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # just closed
+            sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+    found = []
+    for table, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:  # LISTEN
+                address, port = local.split(":")
+                words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+                name = socket.inet_ntop(kind, struct.pack(f"={len(words)}I", *words))
+                found.append((name, int(port, 16)))
+    return found
 
 
 def files(folder):
@@ -159,8 +241,24 @@ def start(*command, cwd, env=None):
     return process
 
 
-def family(process):
-    """The living processes that the command started, itself apart: {pid: command line}."""
+def read_until(process, pattern, timeout=90):
+    """Read what a process prints, up to the first line that matches; return all of it."""
+    deadline = threading.Timer(timeout, end, [process])  # after which the loop finds the end
+    deadline.start()
+    output = ""
+    try:
+        for line in process.stdout:
+            output += line
+            if re.search(pattern, line):
+                return output
+    finally:
+        deadline.cancel()
+    how = "ended" if deadline.is_alive() else f"was ended after {timeout} s,"
+    raise AssertionError(f"the process {how} without {pattern!r}:\n{output}")
+
+
+def family(process, itself=False):
+    """The living processes that the command started, {pid: command line}; or all, with itself."""
     found = {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -168,7 +266,7 @@ def family(process):
             command = (folder / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue  # it has just ended
-        if process.mark.encode() in environment and int(folder.name) != process.pid:
+        if process.mark.encode() in environment and (itself or int(folder.name) != process.pid):
             found[int(folder.name)] = command
     return found
 

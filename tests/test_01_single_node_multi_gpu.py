@@ -16,21 +16,14 @@ from support import (
     fork_workers,
     limit_file_size,
     pretend_one_gpu,
+    read_until,
     record_draws,
     run,
     start,
+    variant,
 )
 
 SCRIPT = "01_single_node_multi_gpu.py"
-
-
-def variant(tmp_path, old, new):
-    """A copy of the script with one line changed, to see it fail."""
-    text = (ROOT / SCRIPT).read_text()
-    assert text.count(old) == 1
-    copy = tmp_path / SCRIPT
-    copy.write_text(text.replace(old, new))
-    return copy
 
 
 def test_two_ranks_train_and_prove_it(tmp_path):
@@ -84,18 +77,16 @@ def test_a_batch_that_three_ranks_do_not_divide(tmp_path, mnist_dir):
 
 
 def test_the_gradient_proof_can_fail(tmp_path, mnist_dir):
-    wrong = variant(
-        tmp_path,
-        "    cross_entropy(model(images), labels).backward()",
-        "    cross_entropy(model.module(images), labels).backward()",
-    )
+    line = "    cross_entropy(model(images), labels).backward()"
+    wrong = variant(tmp_path, SCRIPT, {line: line.replace("model(", "model.module(")})
     result = fork_job(tmp_path, mnist_dir, script=wrong)
     assert result.status == 1 and "RuntimeError: DDP's gradient is off by" in result.output
 
 
 def test_the_replica_proof_can_fail(tmp_path, mnist_dir):
     line = "    check_replicas(model)\n"
-    wrong = variant(tmp_path, line, "    model.module.layers[0].bias.data[0] += rank\n" + line)
+    spoil = "    model.module.layers[0].bias.data[0] += rank\n"
+    wrong = variant(tmp_path, SCRIPT, {line: spoil + line})
     result = fork_job(tmp_path, mnist_dir, script=wrong)
     assert result.status == 1 and "RuntimeError: the replicas differ" in result.output
 
@@ -103,7 +94,7 @@ def test_the_replica_proof_can_fail(tmp_path, mnist_dir):
 @pytest.mark.long
 def test_a_failing_child_ends_the_job_with_its_traceback(tmp_path, mnist_dir):
     line = "        accuracy = evaluate("
-    fails = variant(tmp_path, line, "        rank == 1 and 1 / 0\n" + line)
+    fails = variant(tmp_path, SCRIPT, {line: "        rank == 1 and 1 / 0\n" + line})
     result = run(PYTHON, fails, 3, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 1
     assert "ZeroDivisionError: division by zero" in result.output
@@ -115,13 +106,9 @@ def signal_in_training(tmp_path, mnist_dir, number, to_rank=None):
     """Start a long job, send a signal to one rank or to the parent; return (status, output)."""
     process = start(PYTHON, ROOT / SCRIPT, 1000, "--data-dir", mnist_dir, cwd=tmp_path)
     try:
-        pids = {None: process.pid}
-        for line in process.stdout:
-            if match := re.match(r"\[rank (\d)/2\] pid (\d+)", line):
-                pids[int(match[1])] = int(match[2])
-            if re.match(r"\[rank 0/2\] epoch  1/", line):
-                os.kill(pids[to_rank], number)
-                break
+        output = read_until(process, r"^\[rank 0/2\] epoch  1/")
+        pids = dict(re.findall(r"^\[rank (\d)/2\] pid (\d+)", output, re.MULTILINE))
+        os.kill(process.pid if to_rank is None else int(pids[str(to_rank)]), number)
         output, _ = process.communicate(timeout=60)
         assert_nothing_left(process)
         return process.returncode, output
@@ -197,7 +184,7 @@ def test_a_diverged_run_does_not_pass_for_identical_replicas(tmp_path, mnist_dir
     """nan is not equal to nan; and a maximum over ranks may lose the nan of one of them."""
     line = "    check_replicas(model)\n"
     spoil = "    model.module.layers[0].bias.data[0] = torch.nan if rank == 1 else 0\n"
-    wrong = variant(tmp_path, line, spoil + line)
+    wrong = variant(tmp_path, SCRIPT, {line: spoil + line})
     result = fork_job(tmp_path, mnist_dir, script=wrong)
     assert result.status == 1 and "RuntimeError: the replicas differ" in result.output
 

@@ -1,8 +1,6 @@
 """02_torchrun_elastic.py: resumed to the bit, snapshots that cannot be used, bad calls."""
 
-import itertools
 import os
-import pickle
 import re
 import runpy
 import shutil
@@ -10,40 +8,27 @@ import signal
 
 import pytest
 import torch
+from snapshots import BAD_CALLS, BAD_SNAPSHOTS
 from support import (
     PYTHON,
     ROOT,
     TORCHRUN,
+    difference,
+    digest,
     files,
     fork,
     fork_ranks,
     forkserver,
     limit_file_size,
+    load,
     pretend_one_gpu,
     record_draws,
     run,
+    variant,
 )
 from torchvision.datasets import MNIST
 
 SCRIPT = "02_torchrun_elastic.py"
-
-
-def load(folder):
-    return torch.load(folder / "snapshot.pt", weights_only=True)
-
-
-def tensors(tree):
-    """All tensors in a snapshot, in order."""
-    if isinstance(tree, dict):
-        return list(itertools.chain(*(tensors(value) for value in tree.values())))
-    return [tree] if isinstance(tree, torch.Tensor) else []
-
-
-def difference(one, other):
-    """The largest |difference| between two snapshots' tensors, the optimizer's included."""
-    pairs = list(zip(tensors(one), tensors(other), strict=True))
-    assert len(pairs) == 12  # six parameters, each with its momentum
-    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
 
 
 def train(folder, *arguments, **options):
@@ -53,10 +38,6 @@ def train(folder, *arguments, **options):
 
 def weights(snapshot):
     return torch.cat([tensor.flatten() for tensor in snapshot["model"].values()])
-
-
-def digest(result):
-    return re.search(r"sha256 of weights (\w{12}):", result.output)[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -166,63 +147,6 @@ def test_another_data_set_is_pointed_out(tmp_path, mnist_dir):
 # ---- Snapshots that cannot be continued: refused, and left as they are ----
 
 
-class Bomb:
-    """A pickle that creates a file when it is loaded."""
-
-    def __reduce__(self):
-        return os.system, ("touch executed",)
-
-
-def truncated(path, good):
-    path.write_bytes(good[: len(good) // 2])
-
-
-def empty(path, good):
-    path.write_bytes(b"")
-
-
-def plain_pickle(path, good):
-    path.write_bytes(pickle.dumps(Bomb()))
-
-
-def pickle_in_an_archive(path, good):
-    torch.save({"format": 1, "model": Bomb()}, path)
-
-
-def flipped_byte(path, good):
-    data = bytearray(good)
-    tensor = torch.load(path, weights_only=True)["model"]["layers.5.weight"].numpy().tobytes()
-    data[good.index(tensor) + 100] ^= 1
-    path.write_bytes(data)
-    torch.load(path, weights_only=True)  # torch does not notice
-
-
-def other_model(path, good):
-    snapshot = torch.load(path, weights_only=True)
-    snapshot["model"]["layers.5.weight"] = torch.zeros(10, 400)
-    torch.save(snapshot, path)
-
-
-def later_format(path, good):
-    torch.save({**torch.load(path, weights_only=True), "format": 2}, path)
-
-
-def only_weights(path, good):
-    torch.save(torch.load(path, weights_only=True)["model"], path)
-
-
-BAD_SNAPSHOTS = {
-    truncated: "or not a whole one",
-    empty: "or not a whole one",
-    plain_pickle: "is no file of torch.save",
-    pickle_in_an_archive: "UnpicklingError",
-    flipped_byte: "wrong checksum",
-    other_model: "Error(s) in loading state_dict",
-    later_format: "format 2, and this script reads format 1",
-    only_weights: "KeyError: 'format'",
-}
-
-
 @pytest.fixture(scope="module")
 def good_snapshot(tmp_path_factory, mnist_dir):
     folder = tmp_path_factory.mktemp("good")
@@ -247,19 +171,6 @@ def test_a_snapshot_that_cannot_be_continued_is_refused(tmp_path, mnist_dir, goo
 
 # ---- Bad calls ----
 
-BAD_CALLS = {
-    "batch size 0": (["--batch-size", 0], "--batch-size: must be a whole number from 1 up"),
-    "batch too small": (["--batch-size", 1], "--batch-size 1 is impossible: give a number from 2"),
-    "batch too large": (["--batch-size", 1025], "to 1024 (the training set)"),
-    "negative epochs": ([-3], "total_epochs: must be a whole number from 1 up, not '-3'"),
-    "save every 0": ([3, 0], "save_every: must be a whole number from 1 up, not '0'"),
-    "crash epoch 0": (["--crash-epoch", 0], "--crash-epoch: must be a whole number from 1 up"),
-    "folder missing": (["--snapshot-path", "no/such.pt"], "cannot write in the folder no"),
-    "folder not writable": (["--snapshot-path", "/proc/a.pt"], "cannot write in the folder /"),
-    "a directory": (["--snapshot-path", "."], ". is a directory: give the path of a file"),
-}
-
-
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
     arguments, message = BAD_CALLS[name]
@@ -273,11 +184,9 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
 @pytest.mark.long
 def test_a_fault_of_one_rank_alone_is_told(tmp_path, mnist_dir):
     """Local rank 0 is well and waits for rank 1, whose message must not be lost."""
-    text = (ROOT / SCRIPT).read_text()
     line = "    check_path(args.snapshot_path)\n"
-    assert text.count(line) == 1
-    (tmp_path / SCRIPT).write_text(text.replace(line, line + "    local_rank and stop('rank 1')\n"))
-    result = fork_ranks(tmp_path / SCRIPT, "--data-dir", mnist_dir, cwd=tmp_path)
+    script = variant(tmp_path, SCRIPT, {line: line + "    local_rank and stop('rank 1')\n"})
+    result = fork_ranks(script, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 2 and result.error() == "rank 1"
 
 
@@ -343,9 +252,7 @@ def test_torch_distributed_launch_works_too(tmp_path, mnist_dir):
 @pytest.mark.long
 def test_the_workers_own_traceback_is_reported(tmp_path, mnist_dir):
     line = "        accuracy = evaluate("
-    text = (ROOT / SCRIPT).read_text()
-    assert text.count(line) == 1
-    (tmp_path / SCRIPT).write_text(text.replace(line, "        rank == 1 and 1 / 0\n" + line))
+    variant(tmp_path, SCRIPT, {line: "        rank == 1 and 1 / 0\n" + line})
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
     result = run(*torchrun, SCRIPT, 1, 1, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 1

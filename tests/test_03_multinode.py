@@ -13,20 +13,24 @@ import time
 
 import pytest
 import torch
+from snapshots import BAD_CALLS, BAD_SNAPSHOTS
 from support import (
     PYTHON,
     ROOT,
     TORCHRUN,
+    difference,
+    digest,
     end,
     files,
     fork,
     fork_ranks,
+    free_port,
     limit_file_size,
+    load,
     pretend_one_gpu,
     run,
     start,
 )
-from test_02_torchrun_elastic import BAD_CALLS, BAD_SNAPSHOTS, difference, digest, load
 from torch.utils.data.distributed import DistributedSampler
 
 SCRIPT = "03_multinode.py"
@@ -349,16 +353,16 @@ def test_check_wants_two_and_knows_itself(tmp_path):
 @pytest.mark.long
 def test_by_hand_in_two_terminals(tmp_path, mnist_dir):
     """Four variables are all that a process needs to find the others."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     command = (PYTHON, ROOT / SCRIPT, 2, 1, "--data-dir", mnist_dir)
-    other = start(*command, cwd=tmp_path, env={"RANK": "1", **common})
-    try:
-        result = run(*command, cwd=tmp_path, env={"RANK": "0", **common})
-        output, _ = other.communicate(timeout=60)
-    finally:
-        end(other)
+    with free_port() as port:
+        common["MASTER_PORT"] = str(port)
+        other = start(*command, cwd=tmp_path, env={"RANK": "1", **common})
+        try:
+            result = run(*command, cwd=tmp_path, env={"RANK": "0", **common})
+            output, _ = other.communicate(timeout=60)
+        finally:
+            end(other)
     assert result.status == other.returncode == 0, result.output + output
     assert "replicas identical on 2 ranks: max |difference| 0" in result.lines(0)
     assert not any(line.startswith("note: ") for line in result.lines(0))

@@ -8,7 +8,18 @@ import signal
 import socket
 
 import pytest
-from support import PYTHON, ROOT, assert_nothing_left, end, fork, run, start
+from support import (
+    PYTHON,
+    ROOT,
+    assert_nothing_left,
+    end,
+    fork,
+    listening,
+    read_until,
+    run,
+    start,
+    variant,
+)
 
 SCRIPT = "05_tcpstore.py"
 LESSONS = [
@@ -91,35 +102,15 @@ def test_it_starts_its_own_processes(tmp_path, size):
     assert not list(tmp_path.iterdir())
 
 
-def listens_on(pid):
-    """The addresses on which a process listens for TCP connections, as /proc has them, in hex."""
-    inodes = set()
-    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-        inodes.update(re.findall(r"socket:\[(\d+)\]", str(link.readlink())))
-    rows = [row.split() for name in ("tcp", "tcp6")
-            for row in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
-
-
-def wait_for(process, text):
-    """Read what a process prints until the text comes; return all of it."""
-    output = ""
-    while text not in output:
-        line = process.stdout.readline()
-        assert line, output
-        output += line
-    return output
-
-
 @pytest.mark.long
 def test_two_terminals(tmp_path):
     """Also: the server listens on loopback only, and one process too many is turned away."""
     server = start(PYTHON, ROOT / SCRIPT, "--role", "server", cwd=tmp_path)
     clients = []
     try:
-        output = wait_for(server, "waits for 1 of")
+        output = read_until(server, "waits for 1 of")
         command = re.search(r"python (05_tcpstore.py --role client .* --port (\d+))\n", output)
-        assert listens_on(server.pid) == ["0100007F"]  # 127.0.0.1, lowest byte first
+        assert listening(server.pid) == [("127.0.0.1", int(command[2]))]
         with socket.socket() as probe:  # and on no other address of this machine
             assert probe.connect_ex(("127.0.0.2", int(command[2]))) != 0
         for _ in range(2):
@@ -143,7 +134,7 @@ def test_two_terminals(tmp_path):
 def test_an_interrupt_ends_all(tmp_path):
     process = start(PYTHON, ROOT / SCRIPT, cwd=tmp_path)
     try:
-        wait_for(process, "== elect_leader")
+        read_until(process, "== elect_leader")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 130 and "interrupted" in output, output
@@ -159,7 +150,7 @@ def test_a_killed_process_ends_the_others(tmp_path, victim):
     """With the server at once, with a client after the timeout that the script sets."""
     process = start(PYTHON, ROOT / SCRIPT, cwd=tmp_path)
     try:
-        output = wait_for(process, "== keys")
+        output = read_until(process, "== keys")
         if victim == "server":
             process.kill()
         else:
@@ -174,33 +165,30 @@ def test_a_killed_process_ends_the_others(tmp_path, victim):
         end(process)
 
 
-def mutated(folder, *replacements):
-    """A copy of the script with some text replaced."""
-    source = (ROOT / SCRIPT).read_text()
-    for old, new in replacements:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    (folder / SCRIPT).write_text(source)
-    return folder / SCRIPT
-
-
 def test_missing_clients_are_counted(tmp_path):
-    script = mutated(tmp_path, ("JOIN_SECONDS = 60", "JOIN_SECONDS = 1"))
+    script = variant(tmp_path, SCRIPT, {"JOIN_SECONDS = 60": "JOIN_SECONDS = 1"})
     result = fork(script, "--role", "server", "--nprocs", "3", cwd=tmp_path)
     assert result.status == 1 and "0 of 2 clients came within 1 s" in result.error()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("replacement", [
-    # A barrier that opens before the last one has come; a counter that is not atomic.
-    ("if ticket % me.world_size == 0:", "if ticket % me.world_size == 1:"),
-    ('store.add("atomic", 1)', 'store.set("atomic", str(store.add("atomic", 0) + 1))'),
+@pytest.mark.parametrize(("changes", "message"), [
+    # A barrier that opens before the last one has come; it comes when the others are through.
+    ({"if ticket % me.world_size == 0:": 'if ticket % me.world_size == (key == "gates"):',
+      '        store.add(f"count {use}", 1)\n':
+      '        me.rank + 1 == me.world_size and store.wait([f"through {use}"])\n'
+      '        store.add(f"count {use}", 1)\n',
+      '        early += store.add(f"count {use}", 0) != me.world_size\n':
+      '        early += store.add(f"count {use}", 0) != me.world_size\n'
+      '        store.set(f"through {use}", "")\n'}, "the store gave 100, expected 0"),
+    # A counter that is not atomic: 300 from each of three processes overwrite each other.
+    ({'store.add("atomic", 1)': 'store.set("atomic", str(store.add("atomic", 0) + 1))'},
+     r"the store gave \d+, expected 900"),
 ])  # fmt: skip
-def test_the_checks_of_the_script_can_fail(tmp_path, replacement):
-    script = mutated(tmp_path, replacement)
-    result = run(PYTHON, script, cwd=tmp_path)
-    assert result.status == 1, result.output
-    assert "all checks passed" not in result.output
+def test_the_checks_of_the_script_can_fail(tmp_path, changes, message):
+    result = run(PYTHON, variant(tmp_path, SCRIPT, changes), cwd=tmp_path)
+    assert result.status == 1 and "all checks passed" not in result.output, result.output
+    assert re.search(f"^RuntimeError: {message}$", result.output, re.MULTILINE), result.output
 
 
 def test_bad_calls(tmp_path):
@@ -209,7 +197,7 @@ def test_bad_calls(tmp_path):
         assert result.status == status, result.output
         return result.error()
 
-    script = mutated(tmp_path, ("patience=10", "patience=1"))
+    script = variant(tmp_path, SCRIPT, {"patience=10": "patience=1"})
     with socket.create_server(("127.0.0.1", 0)) as other:  # listens, and never says a word
         taken = other.getsockname()[1]
         with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -6,7 +6,7 @@ Broken copies of the script show that its checks can fail.
 import re
 
 import pytest
-from support import ROOT, fork, fork_ranks, pretend_one_gpu
+from support import fork, fork_ranks, pretend_one_gpu, variant
 
 SCRIPT = "06_model_parallel_ddp.py"
 
@@ -35,10 +35,16 @@ def is_part(short, whole):
     return all(letter in rest for letter in short)
 
 
+def talk_like_gloo():
+    """Called in a child: a line as torch 2.10 prints it, which is none of the script's."""
+    print("[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is"
+          " : 1, weights of idle 99%. bubble = 99%", flush=True)  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def shown(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("06")
-    result = fork_ranks(SCRIPT, "2", cwd=folder, world_size=request.param)
+    result = fork_ranks(SCRIPT, "2", cwd=folder, world_size=request.param, before=talk_like_gloo)
     assert result.status == 0, result.output
     assert not list(folder.iterdir())
     return request.param, result
@@ -50,13 +56,14 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(shown):
     assert list(found) == [
         "devices, 4 micro-batches", "devices, no cut", "pipeline, GPipe", "pipeline, 1F1B"]
     assert all(gradient < 1e-5 and loss < 1e-5 for gradient, loss in found.values())
-    assert not [line for line in result.output.splitlines() if len(line) > 100]
+    assert not [line for line in result.lines() if len(line) + len("[rank 0/4] ") > 100]
     assert "Warning" not in result.output
 
 
 def test_both_ways_train_alike(shown):
     _, result = shown
-    losses = [float(m[1]) for m in re.finditer(r"epoch \d/2 \| loss ([\d.]+)", result.output)]
+    epochs = [re.match(r"epoch \d/2 \| loss ([\d.]+)", line) for line in result.lines(0)]
+    losses = [float(found[1]) for found in epochs if found]
     assert len(losses) == 4 and losses[:2] == pytest.approx(losses[2:], abs=2e-3)
     assert losses[1] < 0.5 < losses[0]
 
@@ -82,15 +89,15 @@ def test_schedules_as_they_ran(shown):
     for found, whole in zip(drawn, expected, strict=True):
         # On a loaded machine a short stretch can vanish between two columns.
         assert is_part(found, whole) and len(found) >= 6, (drawn, expected)
-    bubbles = re.findall(r"idle (\d+)%. .* = (\d+)%", result.output)
+    bubbles = [found[0] for line in result.lines(0)
+               if (found := re.findall(r"idle (\d+)%. .* = (\d+)%", line))]  # fmt: skip
     assert [bubble for _, bubble in bubbles] == ["20", "20"]
 
 
 def test_memory(shown):
     size, result = shown
-    held = re.findall(
-        r"\] rank ([\d ]+), (.*): weights (\S+) MiB, gradients (\S+), Adam (\S+); 50% of the whole",
-        result.output)
+    pattern = r"rank ([\d ]+), (.*): weights (\S+) MiB, gradients (\S+), Adam (\S+); 50% of .*"
+    held = [found.groups() for line in result.lines() if (found := re.match(pattern, line))]
     everyone = " ".join(map(str, range(size)))
     columns = [" ".join(map(str, range(stage, size, 2))) for stage in (0, 1)]
     assert [(ranks, what) for ranks, what, *_ in held] == [
@@ -118,19 +125,20 @@ def test_micro_batches_of_other_sizes(tmp_path):
     ("pipeline", "    settle_stage(model, device)\n", "", "rebuilt_param_indices"),
     # Replicas that see the same images; sums for means; replicas that differ.
     ("devices", "[start + replica : ", "[start : ", "does not compute what the unsplit one does"),
-    ("pipeline", "loss_fn=cross_entropy)", "loss_fn=cross_entropy, scale_grads=False)",
+    ("pipeline", "(timed, args.microbatches, loss_fn=cross_entropy",
+     "(timed, args.microbatches, loss_fn=cross_entropy, scale_grads=False",
      "does not compute what the unsplit one does"),
-    ("devices", "    check_equal(", "    next(model.parameters()).data += rank; check_equal(",
+    ("devices", "    check_equal(model, dist.",
+     "    next(model.parameters()).data += rank; check_equal(model, dist.",
      "replicas of the model differ"),
-    ("pipeline", "    check_equal(", "    next(model.parameters()).data += replica; check_equal(",
+    ("pipeline", "    check_equal(model, mesh.",
+     "    next(model.parameters()).data += replica; check_equal(model, mesh.",
      "replicas of each stage differ"),
 ])  # fmt: skip
 def test_the_proofs_can_fail(tmp_path, mode, old, new, message):
-    source = (ROOT / SCRIPT).read_text()
-    assert old in source
-    (tmp_path / SCRIPT).write_text(source.replace(old, new))
+    script = variant(tmp_path, SCRIPT, {old: new})
     size = 2 if mode == "devices" else 4
-    result = fork_ranks(tmp_path / SCRIPT, "1", "--mode", mode, cwd=tmp_path, world_size=size)
+    result = fork_ranks(script, "1", "--mode", mode, cwd=tmp_path, world_size=size)
     assert result.status == 1 and message in result.output, result.output
 
 

@@ -7,10 +7,12 @@ import importlib
 import json
 import math
 import re
+import shutil
 import sys
 from statistics import median
 from xml.etree import ElementTree
 
+import pictures
 import pytest
 from support import PYTHON, ROOT, run
 
@@ -133,11 +135,35 @@ def test_the_results_shown_are_those_measured(benchmark):
         expected = [{"title": title, "columns": list(columns), "rows": rows}
                     for title, columns, rows in tables(result["figures"], *more)]  # fmt: skip
         assert result["tables"] == json.loads(json.dumps(expected)), path.name
-        pictures = sorted(path.parent.glob(f"{path.stem}*.svg"))
-        assert pictures, f"{path.name} has no picture: python benchmarks/plot.py"
-        for picture in pictures:
-            ElementTree.parse(picture)
+        drawn = sorted(path.parent.glob(f"{path.stem}*.svg"))
+        assert drawn, f"{path.name} has no picture: python benchmarks/plot.py"
+        for picture in drawn:
             assert f"benchmarks/results/{picture.name}" in readme, picture.name
+
+
+@pytest.fixture
+def plot(benchmark):
+    pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
+    return benchmark("plot")
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_pictures_are_those_of_the_results(plot, tmp_path, path):
+    drawn = plot.draw(shutil.copy(path, tmp_path))
+    assert {p.name for p in drawn} == {p.name for p in path.parent.glob(f"{path.stem}*.svg")}
+    for picture in drawn:
+        found = pictures.differences(path.parent / picture.name, picture)
+        assert not found, f"{picture.name}: {found}; draw it anew: python benchmarks/plot.py"
+
+
+def test_a_changed_figure_is_seen_in_its_picture(plot, tmp_path):
+    """A point that moves by a fiftieth, and the number at the end of a bar."""
+    for name, row, column, factor in (("scaling-cpu", 1, 2, 1.02), ("throughput-cpu", 0, 1, 1.001)):
+        result = json.loads((FOLDER / f"results/{name}.json").read_text())
+        result["tables"][0]["rows"][row][column] *= factor
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+        [picture] = plot.draw(tmp_path / f"{name}.json")
+        assert pictures.differences(FOLDER / "results" / picture.name, picture), name
 
 
 def phrases():
@@ -214,9 +240,9 @@ def test_a_benchmark_runs(tmp_path, name):
     assert len(numbers) > 3 and all(map(math.isfinite, numbers)) and median(numbers) > 0
     if "no picture" in result.output:
         pytest.skip("matplotlib is not installed: pip install -r benchmarks/requirements.txt")
-    pictures = sorted(tmp_path.glob("*.svg"))
-    assert pictures
-    for picture in pictures:
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert drawn
+    for picture in drawn:
         words = " ".join(ElementTree.parse(picture).getroot().itertext())
         assert re.search("Date|date", words) is None and picture.stat().st_size > 5000
 

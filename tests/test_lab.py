@@ -11,9 +11,7 @@ import pytest
 import shown
 from lab import LAB, Job, Lab
 from shown import masked
-from support import ROOT, end, fork_ranks, run, start
-from test_02_torchrun_elastic import difference, load
-from test_repository import LAB_STORY
+from support import ROOT, difference, end, fork_ranks, load, run, start, wait_until
 
 pytestmark = pytest.mark.long
 SCRIPT = ROOT / "03_multinode.py"
@@ -54,8 +52,7 @@ def test_machines_have_names_addresses_and_links_of_their_own(tmp_path, lab):
 def test_kill_and_down_leave_nothing_behind(tmp_path):
     with Lab(tmp_path, 3) as lab:
         jobs = [lab.start(f"node{i}", "sleep", "1000") for i in (1, 2, 3)]
-        while lab("list").count(" 1 processes") < 3:
-            time.sleep(0.1)
+        wait_until(lambda: lab("list").count(" 1 processes") == 3, lambda: lab("list"))
         lab("kill", "node2")
         assert jobs[1].result(10).status == -signal.SIGKILL
         assert jobs[0].process.poll() is jobs[2].process.poll() is None
@@ -121,13 +118,8 @@ def test_two_machines_train_as_one_does(tmp_path, mnist_dir, lab):
     assert difference(load(tmp_path), load(whole)) < 1e-4
 
 
-README = (ROOT / "README.md").read_text()
-SECTION = README.partition("\n## Several machines")[2].partition("\n## ")[0]
-
-
-def blocks(language):
-    """The blocks of code in the README's section on several machines."""
-    return re.findall(rf"^```{language}\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+STORY = ("lab: start", "lab: kill a machine", "lab: it comes back", "lab: end")
+HEARTBEAT = "has failed to send a keep-alive heartbeat to the rendezvous"
 
 
 def with_scripts(folder):
@@ -142,8 +134,8 @@ def with_scripts(folder):
 def test_the_story_of_the_readme(tmp_path, request):
     """Its blocks, one after the other in one shell, and what they print."""
     lab, script = Lab(with_scripts(tmp_path)), ""
-    for i, block in enumerate(blocks("sh")[:4]):
-        script += f"{block}\nwhile [ ! -e go{i} ]; do sleep 0.1; done\n"
+    for i, name in enumerate(STORY):
+        script += f"{shown.block(name)}\nwhile [ ! -e go{i} ]; do sleep 0.1; done\n"
     lab.jobs.append(Job(start("bash", "-c", script, cwd=tmp_path, env=lab.env)))
     [job] = lab.jobs
     try:
@@ -163,15 +155,17 @@ def test_the_story_of_the_readme(tmp_path, request):
         lab("down", check=False)
     if request.config.getoption("--write-transcripts"):
         printed = [line for line in output.splitlines() if line.startswith("[rank 0/")]
-        shown.write(shown.FOLDER / "several_machines.txt", LAB_STORY, printed)
-    lines = [line for block in blocks("text") for line in block.splitlines()]
+        shown.write(shown.FOLDER / "several_machines.txt", shown.LAB_STORY, printed)
+    blocks = shown.BLOCK.findall(shown.README.read_text())
+    lines = [line for name, block in blocks if name == "several_machines.txt"
+             for line in block.splitlines()]  # fmt: skip
     assert len(lines) > 8 and set(masked(lines)) <= set(masked(output.splitlines()))
 
 
-@pytest.mark.parametrize("way", ["RANK=0 ", "torch.distributed.launch"])
+@pytest.mark.parametrize("way", ["by hand", "torch.distributed.launch"])
 def test_the_old_ways_of_the_readme(tmp_path, lab, way):
-    [block] = [block for block in blocks("sh") if way in block]
-    calls = re.findall(r"^(.*) +# on (node\d)$", block.replace("\\\n", " "), re.MULTILINE)
+    block = shown.block(way).replace("\\\n", " ")
+    calls = re.findall(r"^(.*) +# on (node\d)$", block, re.MULTILINE)
     assert [node for _, node in calls] == ["node1", "node2"]
     with_scripts(tmp_path)
     results = lab.run(*((node, "bash", "-c", command) for command, node in calls))
@@ -185,7 +179,7 @@ def test_the_old_ways_of_the_readme(tmp_path, lab, way):
 @pytest.mark.skipif(not os.path.exists("/usr/sbin/sshd"), reason="no sshd: openssh-server has it")
 def test_the_start_by_ssh_of_the_readme(tmp_path, lab):
     """On CPUs, two processes each; with servers, keys and a configuration of the test's own."""
-    [block] = [block for block in blocks("sh") if "ssh " in block]
+    block = shown.block("start by ssh")
     with_scripts(tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").write_text(f"PATH={lab.env['PATH']}\n")
@@ -246,7 +240,7 @@ class Elastic:
                 last, saved = last + 1, last + 1 if m[2] else saved
                 assert m[2] or last % 3, line
         assert resumed == attempts, resumed
-        for job in self.jobs[:1]:
+        for job in self.jobs:
             assert "terminate called" not in job.output()
 
 
@@ -299,8 +293,7 @@ def test_a_cut_link_and_its_mending(lab):
     lab("kill", "node1")
     left = job.jobs[1].result(60)
     assert left.status != 0
-    message = "has failed to send a keep-alive heartbeat to the rendezvous"
-    assert message in left.output and message in README
+    assert HEARTBEAT in left.output and HEARTBEAT in shown.README.read_text()
     job.jobs += [lab.start(node, *job.command) for node in ("node1", "node2")]
     job.until(4, "resumed from")
     job.until(4, "epoch")
@@ -318,8 +311,9 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
         assert all(result.status == 1 for result in results)
         output = results[0].output + results[1].output
         assert "a machine gave the others a loopback address" in output, output
+        readme = shown.README.read_text()
         for message in ("Gloo connectFullMesh failed", "Connection refused, remote=[127.0.1.1]"):
-            assert re.sub(r":\d+\]", "]", output).count(message) and message in README, output
+            assert re.sub(r":\d+\]", "]", output).count(message) and message in readme, output
         assert "set GLOO_SOCKET_IFNAME" in output
         results = lab.run(("node1", *call), ("node2", *call), GLOO_SOCKET_IFNAME="eth0")
         assert all(result.status == 0 for result in results), results

@@ -4,14 +4,16 @@ import mmap
 import os
 import pathlib
 import re
-import socket
+import shutil
+import sys
 
+import pictures
 import pytest
 import shown
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from support import PYTHON, ROOT, TORCHRUN, forkserver, run
+from support import PYTHON, ROOT, TORCHRUN, forkserver, free_port, run
 
 README = (ROOT / "README.md").read_text()
 GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
@@ -70,18 +72,21 @@ def meet(rank, line, port, path):
 
 @pytest.mark.parametrize("number", range(4))
 def test_the_four_ways_to_meet(tmp_path, number):
-    [block] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    lines = block.splitlines()
+    lines = shown.block("four ways to meet").splitlines()
     assert len(lines) == 4
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
-             for rank in (0, 1)]  # fmt: skip
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
+    with free_port() as port:
+        ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
+                 for rank in (0, 1)]  # fmt: skip
+        for process in ranks:
+            process.start()
+        try:
+            for process in ranks:
+                process.join(60)
+                assert process.exitcode == 0
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
 # ---- Messages of PyTorch that the README quotes ----
@@ -158,9 +163,43 @@ def test_the_pictures_say_what_their_logs_say(monkeypatch):
     found = draw.epochs(draw.read(draw.HERE / "shrink_and_grow.log"))
     ranks = [n for _, n, *_ in found]
     assert [n for i, n in enumerate(ranks) if ranks[i - 1 : i] != [n]] == [4, 2, 4]
-    for name in ("ddp", "ranks", "kill_and_resume", "shrink_and_grow"):
-        figure, ax = draw.plt.subplots()
-        getattr(draw, f"draw_{name}")(ax)
-        figure.canvas.draw()
-        draw.plt.close(figure)
-        assert f"(transcripts/{name}.svg)" in README and (draw.HERE / f"{name}.svg").exists()
+
+
+@pytest.fixture
+def redraw(monkeypatch, tmp_path):
+    """A function that draws the pictures of some logs anew, in the folder of the logs."""
+    pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
+    monkeypatch.syspath_prepend(ROOT / "transcripts")
+    import draw
+
+    for log in draw.HERE.glob("*.log"):
+        shutil.copy(log, tmp_path)
+    monkeypatch.setattr(draw, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["draw.py", "--redraw"])
+    return draw.main
+
+
+def test_the_pictures_are_those_of_their_logs(redraw, tmp_path):
+    redraw()
+    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 4
+    for name in drawn:
+        assert f"(transcripts/{name})" in README
+        found = pictures.differences(shown.FOLDER / name, tmp_path / name)
+        assert not found, f"{name}: {found}; draw it anew: python transcripts/draw.py --redraw"
+
+
+@pytest.mark.parametrize(("log", "old", "new"), [
+    ("killed", r"(epoch  6/20 \| loss )[\d.]+", r"\g<1>0.0370"),  # it was 0.0349
+    ("shrink_and_grow", r"^ +([\d.]+)( s  \$ launch/lab kill)", r"  99.0\2"),
+])  # fmt: skip
+def test_a_changed_value_in_a_log_is_seen_in_its_picture(redraw, tmp_path, log, old, new):
+    path = tmp_path / f"{log}.log"
+    text, count = re.subn(old, new, path.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    path.write_text(text)
+    redraw()
+    pairs = [(path.name, pictures.differences(shown.FOLDER / path.name, path))
+             for path in tmp_path.glob("*.svg")]  # fmt: skip
+    changed = "kill_and_resume.svg" if log == "killed" else f"{log}.svg"
+    assert [name for name, found in pairs if found] == [changed], pairs

@@ -75,7 +75,17 @@ PROOFS = {
 PROOFS |= {f"pitfalls/{path.name}": r"(symptom|cured): .+" for path in PITFALLS}
 # The environment of both ranks, as torchrun has made it.
 PROOFS[None] = r"\[rank 1\] LOCAL_RANK=1"
-LAB_STORY = "the four blocks of the README on two machines, one after the other"
+# Blocks that make sense as a whole only, and the module that runs each, by its name.
+RUN_WHOLE = {
+    "four ways to meet": "test_readme.py",
+    "lab: start": "test_lab.py",
+    "lab: kill a machine": "test_lab.py",
+    "lab: it comes back": "test_lab.py",
+    "lab: end": "test_lab.py",
+    "start by ssh": "test_lab.py",
+    "by hand": "test_lab.py",
+    "torch.distributed.launch": "test_lab.py",
+}
 # They start processes of their own; their tests run these very commands.
 OWN_LAUNCH = ("fixed_port", "no_destroy", "orphans", "rank_never_arrives", "stale_addresses")
 NOT_RUN |= {
@@ -102,21 +112,23 @@ def shell_commands(text):
 
 
 def commands_shown():
-    """{command: files that show it}, from README.md and from the scripts' docstrings."""
-    shown = defaultdict(list)
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    inline = re.findall(r"`((?:python|torchrun) [^`]+|pytest[^`]*)`", readme)
-    for command in [c for block in blocks for c in shell_commands(block)] + inline:
-        shown[command].append("README.md")
+    """{command: files that show it}, from the documents and from the scripts' docstrings."""
+    found = defaultdict(list)
+    for document, language, text in shown.named_blocks().values():
+        for command in shell_commands(text) if language == "bash" else ():
+            found[command].append(str(document.relative_to(ROOT)))
+    for document in shown.DOCUMENTS:
+        inline = r"`((?:python|torchrun) [^`]+|pytest[^`]*)`"
+        for command in re.findall(inline, document.read_text()):
+            found[command].append(str(document.relative_to(ROOT)))
     for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS, *OTHERS]:
         docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
         lines = re.findall(r"^    ((?:python|torchrun).*(?:\\\n.*)*)", docstring, re.MULTILINE)
         assert lines, f"{path.name} shows no command"
         assert path not in PITFALLS or len(lines) == 2 and lines[1].endswith(" --fixed"), lines
         for command in [c for line in lines for c in shell_commands(line)]:
-            shown[command].append(path.name)
-    return dict(shown)
+            found[command].append(path.name)
+    return dict(found)
 
 
 SHOWN = commands_shown()
@@ -135,7 +147,30 @@ def run_command(command, folder):
 def test_every_command_is_run_or_has_its_reason():
     assert MAIN_JOB in SHOWN and "README.md" in SHOWN[MAIN_JOB]
     assert set(NOT_RUN) <= set(SHOWN), "reasons for commands that nothing shows any more"
-    assert set(SHOWN) - set(NOT_RUN), "no command left to run"
+
+
+def test_every_block_is_run():
+    """Those of bash command by command, above; the others as a whole, by the modules named."""
+    blocks = shown.named_blocks()
+    as_a_whole = {name for name, (_, language, _) in blocks.items() if language != "bash"}
+    assert as_a_whole == set(RUN_WHOLE), "a block that no test runs, or a reason without a block"
+    for name, module in RUN_WHOLE.items():
+        assert f'"{name}"' in (ROOT / "tests" / module).read_text(), name
+    in_ci = re.findall(r'\$\(block "(.*)"\)', (ROOT / ".ci/run").read_text())
+    assert len(in_ci) == 2 and all(blocks[name][1] == "bash" for name in in_ci)
+
+
+@pytest.mark.parametrize(("text", "error"), [
+    ("```sh\nls\n```\n", "x.md:1: a block needs a name of its own"),
+    ("a line\n```bash\nls\n```\n", "x.md:2: a block needs a name of its own"),
+    ("<!-- block: a -->\n```bash\nls\n```\n" * 2, "x.md:6: a block needs a name of its own"),
+    ("```console\n$ ls\n```\n", "x.md:1: a block of console"),
+    ("```\nls\n```\n", "x.md:1: a block of no language"),
+])  # fmt: skip
+def test_a_block_without_a_name_of_its_own_is_found(tmp_path, text, error):
+    (tmp_path / "x.md").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        shown.named_blocks([tmp_path / "x.md"])
 
 
 def compare_with_transcript(command, result, request):
@@ -160,7 +195,7 @@ def test_a_command_that_is_shown(tmp_path, command, request):
 
 def test_every_command_of_the_readme_has_a_transcript():
     run_here = {c for c in set(SHOWN) - set(NOT_RUN) if "README.md" in SHOWN[c]}
-    assert MAIN_JOB in run_here and set(TRANSCRIPTS.values()) - {LAB_STORY} == run_here
+    assert MAIN_JOB in run_here and set(TRANSCRIPTS.values()) - {shown.LAB_STORY} == run_here
     assert len(set(TRANSCRIPTS.values())) == len(TRANSCRIPTS)
     for path in SCRIPTS:
         assert any(f" {path.name}" in command for command in run_here), path.name

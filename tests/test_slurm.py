@@ -4,11 +4,12 @@ import os
 import re
 import shutil
 import time
+from functools import partial
 
 import pytest
 import torch
 from lab import Lab
-from support import ROOT, fork_ranks
+from support import ROOT, fork_ranks, wait_until
 
 pytestmark = pytest.mark.long
 DAEMONS = ("slurmctld", "slurmd")
@@ -54,17 +55,17 @@ def slurm(tmp_path):
         def command(*words, **env):
             return lab("run", "node1", "env", *(f"{k}={v}" for k, v in env.items()), *words)
 
-        command.lab = lab
-        wait_until(lambda: "idle" in lab("run", "node1", "sinfo", "-h", "-o", "%D %T", check=False)
-                   .replace("2 idle", "idle"), lab)  # fmt: skip
+        command.wait_until = partial(
+            wait_until, what=lambda: [job.output()[-3000:] for job in lab.jobs],
+            timeout=120, pause=0.2)  # fmt: skip
+        command.wait_until(lambda: both_idle(lab))
         yield command
 
 
-def wait_until(condition, lab, timeout=120):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, [job.output()[-3000:] for job in lab.jobs]
-        time.sleep(0.2)
+def both_idle(lab):
+    """Whether Slurm says that both nodes wait for work: "2 idle", or a line for each."""
+    said = lab("run", "node1", "sinfo", "-h", "-o", "%D %T", check=False)
+    return sum(int(count) for count in re.findall(r"^(\d+) idle$", said, re.MULTILINE)) == 2
 
 
 def test_a_requeued_job_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, mnist_dir, slurm):
@@ -77,14 +78,14 @@ def test_a_requeued_job_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, mnist
     def text():
         return log.read_text() if log.exists() else ""
 
-    wait_until(lambda: "epoch  2/" in text(), slurm.lab)
+    slurm.wait_until(lambda: "epoch  2/" in text())
     slurm("scancel", "--batch", "--signal=USR1", 1)
-    wait_until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", 1), slurm.lab)
+    slurm.wait_until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", 1))
     saved = torch.load(tmp_path / "snapshot.pt", weights_only=True)["next_epoch"]
     assert 3 <= saved <= total
     time.sleep(2)  # Slurm does not take the next command before
     slurm("scontrol", "update", "JobId=1", "StartTime=now")
-    wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1), slurm.lab)
+    slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
     assert "Restarts=1" in slurm("scontrol", "show", "job", 1)
 
     assert "job 1 saves and goes back into the queue" in text()

@@ -171,8 +171,8 @@ def play(store, me):
         lesson(dist.PrefixStore(lesson.__name__, store), me)
         wait_for_all(store, me)
     # At the end a barrier is not enough. Rank 0 could pass it first, and end the server while
-    # another still waits for the answer to its last call. So the others add to a count, as their very
-    # last call, and rank 0 waits until the count is complete.
+    # another still waits for the answer to its last call. So the others add to a count, as their
+    # very last call, and rank 0 waits until the count is complete.
     if me.rank != 0:
         store.add("goodbye", 1)
         return
@@ -440,8 +440,8 @@ def work(store, me, tasks):
                 requeue_lost_tasks(store, me, tasks)
             time.sleep(0.02)
             continue
-        # If a process dies here, with a task but not yet its owner, nothing reports it. So a real
-        # queue, once it has been empty for a while, also pushes tasks without an owner again.
+        # Trap: a process that dies here takes its task along, and no key names the owner. So a real
+        # queue, when it has been empty for a while, also pushes tasks without an owner again.
         store.set(f"owner/{task}", f"rank {me.rank}")
         time.sleep(0.02)  # the work
         # A slow process may be taken for dead. Then its task is done twice, and the first counts.

@@ -5,8 +5,9 @@
     torchrun --standalone --nproc-per-node=4 04_collectives.py --only ring ddp
     torchrun --standalone --nproc-per-node=4 04_collectives.py --bench  # how fast is each?
 
-Each section says what an operation is for, shows every rank's tensor before and after, and checks
-the result. Rank r begins with [10 r + 1, 10 r + 2], so that you see where a number comes from:
+Each process has a number, its rank. Each section says what an operation is for, shows every rank's
+tensor before and after, and checks the result. Rank r begins with [10 r + 1, 10 r + 2], so that you
+see where a number comes from:
 
     [rank 0/4] == reduce_scatter
     [rank 0/4] All tensors are summed up, and each rank gets one chunk of the sum. [...]
@@ -16,11 +17,12 @@ the result. Rank r begins with [10 r + 1, 10 r + 2], so that you see where a num
     [rank 0/4]   rank 2   [21 22 23 24]   [72]        [64 68 72 76]
     [rank 0/4]   rank 3   [31 32 33 34]   [76]        [64 68 72 76]
 
-At the end stand two things built from these, by hand: a ring, one of the ways in which all_reduce
-sums large tensors, and a DDP that sends gradients while the backward pass still computes.
+The last two sections build something from these operations: a ring, which is one way to all_reduce
+large tensors, and a DistributedDataParallel (DDP). DDP keeps a copy of the model (a replica) on
+each rank, and sends gradients while the backward pass still computes.
 
-New here: collectives (every rank of the group has to make the same call, or the others wait), point
-to point, async_op, groups. Next: 05_tcpstore.py, how ranks find each other in the first place.
+New here: collectives (calls that all ranks must make, or the others wait), point to point,
+async_op, groups. Next: 05_tcpstore.py, how ranks find each other in the first place.
 """
 
 import argparse
@@ -45,21 +47,76 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing import assert_close
 
-TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others; the default is 10 to 30,
-# and it is the default again in every new_group that is not given one
+TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others;
+# by default 10 (NCCL) or 30 (Gloo)
+
+
+@record  # passes an exception's traceback to torchrun; without it, torchrun's report shows none
+def main():
+    args = parse_args()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        stop("this script needs a launcher:"
+             " torchrun --standalone --nproc-per-node=4 04_collectives.py")
+    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    if world_size == 1:
+        stop("one rank has nobody to talk to, every result would be its own tensor: use"
+             " --nproc-per-node=4 (with one GPU, on the CPU: CUDA_VISIBLE_DEVICES= in front)")
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < local_world_size:
+        stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
+             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+    device, backend = pick_device(local_rank)
+    share_cores(local_world_size)
+    if local_world_size == world_size:  # the whole job is on this machine
+        listen_locally()
+    # device_id tells NCCL which GPU belongs to this process. With Gloo it makes later calls fail.
+    dist.init_process_group(
+        backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+    log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
+    if args.bench:
+        benchmark(args.only or BENCHMARKS, device)
+    else:
+        show_sections(args.only or list(SECTIONS), device)
+    # DDP objects are in reference cycles: without gc.collect() some processes abort at exit. Not in
+    # a "finally": after an error, NCCL would wait here for ranks that never come.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def show_sections(names, device):
+    """Run sections, each with its sentence in front; go on where the backend lacks an operation."""
+    lacking = []
+    for name in names:
+        for line in [f"== {name}", *inspect.getdoc(SECTIONS[name]).splitlines()]:
+            log(line)
+        try:
+            SECTIONS[name](dist.get_rank(), dist.get_world_size(), device)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if not re.search("not support|not implemented|only implemented", str(error)):
+                raise
+            lacking.append(name)
+            log(f"  {dist.get_backend()} lacks it: {str(error).strip().partition(chr(10))[0]}")
+    gathered(None)  # rank 0 speaks for all, so it waits: a rank that failed a check never comes
+    missing = f"; lacking here: {', '.join(lacking)}" if lacking else ""
+    log(f"{len(names) - len(lacking)} of {len(names)} sections passed their checks"
+        f" on {dist.get_world_size()} ranks{missing}")
+    if lacking == names:
+        stop("the backend has none of these operations", status=1)
 
 
 def tensor_of(rank, device, length=2):
     """Return what a rank begins with: [10 rank + 1, 10 rank + 2, ...], float32 (length,).
 
-    Every rank can make every rank's: so it knows what should arrive, without any communication.
+    Each rank can compute this for every other rank, and so check what it gets.
     """
     return 10.0 * rank + torch.arange(1, length + 1, device=device)
 
 
-# Collectives. They work in place, or fill a tensor that is there already. Shapes and dtypes must be
-# the same on all ranks: where they are not, the result can be wrong without any error.
-# (The first lines of each section are printed, so that the output can be read without this file.)
+# Collectives: every rank of the group must make the call, or the others wait. They work in place,
+# or fill a tensor that you provide. Shapes and dtypes must be the same on all ranks. If they are
+# not, the result can be wrong, and nothing reports it.
+# (The docstring of a section is printed, so that you can read the output without this file.)
 
 
 def broadcast(rank, world_size, device):
@@ -154,12 +211,11 @@ def all_to_all(rank, world_size, device):
 def barrier(rank, world_size, device):
     """Nobody goes on before all have come: rank 0 prepares the data, say, and the others wait.
     Rarely needed: a collective that brings a result from all ranks waits for them anyway."""
-    # A barrier waits no longer than the timeout: a long preparation needs a longer one.
+    # The others wait no longer than the timeout: if rank 0 needs longer, set a longer one.
     time.sleep(0.1 * rank)  # each rank comes a little later than the one before
     came = time.time()
     dist.barrier()
-    times = [None] * world_size
-    dist.all_gather_object(times, (came, time.time()))
+    times = gathered((came, time.time()))
     first, last = min(came for came, _ in times), max(came for came, _ in times)
     came, left = times[rank]
     table({"comes at": f"{came - first:.3f} s", "goes on at": f"{left - first:.3f} s"})
@@ -172,9 +228,10 @@ def monitored_barrier(rank, world_size, device):
     """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it,
     and a Gloo group can stand beside NCCL's. (On stderr, torch itself prints the error
     too.)"""
+    # A new group does not take over the timeout of the first: without one, it has the default.
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     reason = "stays away"
-    dist.barrier()  # so that nobody else is late
+    dist.barrier()  # so that no other rank is late
     if rank != world_size - 1:
         try:
             dist.monitored_barrier(group, timeout=timedelta(seconds=1))
@@ -186,7 +243,8 @@ def monitored_barrier(rank, world_size, device):
         raise RuntimeError(f"monitored_barrier did not name rank {world_size - 1}: {reason}")
 
 
-# Point to point: two ranks only. Pipeline parallelism passes activations on in this way.
+# Point to point: one rank sends, another receives. In pipeline parallelism, each rank has some of
+# the model's layers, and passes their output on like this.
 
 
 def send_recv(rank, world_size, device):
@@ -194,8 +252,8 @@ def send_recv(rank, world_size, device):
     the GPU has it in its queue."""
     tensor = tensor_of(rank, device)
     before = tensor.clone()
-    # The deadlock: had both ranks a send first, each would wait for the other's recv. With Gloo
-    # send returns when the other side has received, however small the tensor.
+    # Trap: if both ranks called send first, each would wait for the other's recv. With
+    # Gloo, send returns when the other side has received, however small the tensor is.
     if rank == 0:
         dist.send(tensor, dst=1)
     elif rank == 1:
@@ -213,7 +271,7 @@ def isend_irecv(rank, world_size, device):
         work = [dist.isend(tensor, dst=1), dist.irecv(received, src=1)]
     elif rank == 1:
         work = [dist.irecv(received, src=0), dist.isend(tensor, dst=0)]
-    # Until wait(): do not write to the tensor on its way out, nor touch the one on its way in.
+    # Before wait(), do not write to the tensor that is sent, and do not use the one that arrives.
     for one in work:
         one.wait()
     table({"before": tensor, "received": received})
@@ -232,15 +290,15 @@ def batch_isend_irecv(rank, world_size, device):
 def exchange(outgoing, incoming):
     """Send a tensor to the next rank on the ring, and receive one from the rank before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # With Gloo, an isend and an irecv of their own would do. With NCCL the two can stand in one
-    # queue: every rank would hold a send there that waits for a receive queued behind a send.
+    # With Gloo, a separate isend and irecv would do. With NCCL both can be in one queue. Then each
+    # send waits for a receive that is queued behind another rank's send, and all ranks hang.
     for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
             dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
         work.wait()
 
 
-# Three more things that every one of these calls can do, or that are made of them.
+# Three variations: in the background, among some of the ranks, and with objects instead of tensors.
 
 
 def async_op(rank, world_size, device):
@@ -264,8 +322,8 @@ def async_op(rank, world_size, device):
 def groups(rank, world_size, device):
     """Some ranks talk among themselves: data, tensor and pipeline parallelism in one job are
     groups. There a rank has a second number; src and dst mean global ranks even so."""
-    # Every rank makes every group, in the same order, also those that it is not in. Groups are
-    # numbered as they are made: where one call was skipped, another group hangs.
+    # Every rank must make every group, in the same order, also those that it is not in. Groups are
+    # numbered as they are made: if a rank skips a call, another group hangs later.
     even, odd = (dist.new_group(list(range(first, world_size, 2)), timeout=TIMEOUT)
                  for first in (0, 1))
     group = odd if rank % 2 else even
@@ -289,6 +347,9 @@ def objects(rank, world_size, device):
     table({"before": settings, "broadcast_object_list": received, "all_gather_object": everyone})
     if received != [{"lr": 0.03}] or everyone != [f"of {r}" for r in range(world_size)]:
         raise RuntimeError("other objects arrived than were sent")
+
+
+# Two things built from these operations.
 
 
 def ring(rank, world_size, device):
@@ -320,24 +381,24 @@ def ring(rank, world_size, device):
 def ring_all_reduce(tensor, steps=None):
     """Sum a contiguous tensor of any shape over all ranks, in place; return the bytes sent.
 
-    A rank sends 2 (N - 1) / N of the tensor, whatever the number N of ranks, which is the least
-    possible: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-    workstations, 2009. It takes 2 (N - 1) steps, though: for a small tensor a tree has fewer.
+    Each of N ranks sends 2 (N - 1) / N of the tensor. That is the least possible: Patarasuk and
+    Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009. But it takes
+    2 (N - 1) steps; for a small tensor, a tree is better because it takes fewer.
     steps: a list to which a copy of the tensor is added after each step.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = tensor.view(-1).tensor_split(world_size)  # views, so that writing to them is in place
+    chunks = tensor.view(-1).tensor_split(world_size)  # views: writing to them is in place
     sent = 0
     for step in range(2 * (world_size - 1)):
-        # Each rank begins with the chunk of its own number, and then passes on what it got last.
+        # Each rank first sends the chunk of its own number, and then passes on what it got last.
         outgoing = chunks[(rank - step) % world_size]
         target = chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(target)
         exchange(outgoing, incoming)
         if step < world_size - 1:
-            target += incoming  # reduce_scatter: after N - 1 steps a chunk has passed every rank
+            target += incoming  # reduce_scatter: after N - 1 steps a chunk has been at every rank
         else:
-            target.copy_(incoming)  # all_gather: finished chunks take the place of partial sums
+            target.copy_(incoming)  # all_gather: finished chunks replace partial sums
         sent += outgoing.nbytes
         if steps is not None:
             steps.append(tensor.clone())
@@ -369,6 +430,58 @@ def ddp(rank, world_size, device):
     show_overlap(ours, batch, target)
 
 
+class BucketedDDP(nn.Module):
+    """Average the gradients of a module over all ranks, in buckets, while backward still runs.
+
+    A bucket is a group of gradients that are sent as one tensor; with bucket_bytes it is full.
+    module: its parameters must be on their device already. Call wait() after every backward(),
+    before the optimizer's step. It raises RuntimeError if a parameter got no gradient.
+    DDP can do more: parameters without a gradient, gradients that stay in the buckets, buffers (of
+    BatchNorm), several backward passes before a step. Li et al., PyTorch Distributed, VLDB 2020.
+    """
+
+    def __init__(self, module, bucket_bytes):
+        super().__init__()
+        self.module, self.buckets = module, [[]]
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)  # the same start everywhere
+        # From the last parameter to the first: in this order backward finishes the gradients.
+        for parameter in reversed(list(module.parameters())):
+            if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self.gradient_is_there, len(self.buckets) - 1))
+        self.reset()
+
+    def reset(self):
+        self.missing = [len(bucket) for bucket in self.buckets]  # gradients still to come
+        self.pending, self.started = [], []
+
+    def forward(self, *inputs):
+        self.reset()
+        return self.module(*inputs)
+
+    def gradient_is_there(self, index, parameter):
+        self.missing[index] -= 1
+        if self.missing[index] == 0:
+            bucket = self.buckets[index]
+            # Send them as one tensor: many small calls cost more than a large one.
+            flat = torch.cat([p.grad.flatten() for p in bucket]) / dist.get_world_size()
+            # All ranks must send their buckets in the same order. Otherwise one rank's first is
+            # added to another's second. Here the layers are the same; DDP enforces the order.
+            self.pending.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+            self.started.append((time.perf_counter(), sum(self.missing)))
+
+    def wait(self):
+        if any(self.missing):  # a bucket was never sent: the replicas would silently drift apart
+            raise RuntimeError("not every parameter got one gradient since the last forward")
+        for work, flat, bucket in self.pending:
+            work.wait()
+            for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad.copy_(mean.view_as(p))
+
+
 def show_overlap(model, batch, target):
     """Log when the all_reduces of one backward pass start, as rank 0's CPU sees it."""
     model.zero_grad()
@@ -391,58 +504,6 @@ def show_overlap(model, batch, target):
         raise RuntimeError("no all_reduce started before the last gradient had come")
 
 
-class BucketedDDP(nn.Module):
-    """Average the gradients of a module over all ranks, in buckets, while backward still runs.
-
-    module: with its parameters on their device. bucket_bytes: a bucket is full from here on.
-    After every backward(), and before the optimizer's step, call wait(); it raises RuntimeError if
-    some parameter got no gradient. What DDP does beyond this: such parameters, gradients that stay
-    in the buckets, buffers (of BatchNorm), several backward passes before a step.
-    Source: Li et al., PyTorch Distributed, VLDB 2020.
-    """
-
-    def __init__(self, module, bucket_bytes):
-        super().__init__()
-        self.module, self.buckets = module, [[]]
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)  # the same start everywhere
-        # From the last parameter to the first: the order in which backward finishes gradients.
-        for parameter in reversed(list(module.parameters())):
-            if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
-                self.buckets.append([])
-            self.buckets[-1].append(parameter)
-            parameter.register_post_accumulate_grad_hook(
-                functools.partial(self.gradient_is_there, len(self.buckets) - 1))
-        self.reset()
-
-    def reset(self):
-        self.missing = [len(bucket) for bucket in self.buckets]  # gradients still to come
-        self.pending, self.started = [], []
-
-    def forward(self, *inputs):
-        self.reset()
-        return self.module(*inputs)
-
-    def gradient_is_there(self, index, parameter):
-        self.missing[index] -= 1
-        if self.missing[index] == 0:
-            bucket = self.buckets[index]
-            # One tensor for all: a call for each small gradient would cost more than its bytes.
-            flat = torch.cat([p.grad.flatten() for p in bucket]) / dist.get_world_size()
-            # Buckets must start in the same order on every rank, or one rank's first is added to
-            # another's second. Here they do, as all ranks have the same layers; DDP enforces it.
-            self.pending.append((dist.all_reduce(flat, async_op=True), flat, bucket))
-            self.started.append((time.perf_counter(), sum(self.missing)))
-
-    def wait(self):
-        if any(self.missing):  # some bucket was never sent: the replicas would silently drift apart
-            raise RuntimeError("not every parameter got one gradient since the last forward")
-        for work, flat, bucket in self.pending:
-            work.wait()
-            for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.grad.copy_(mean.view_as(p))
-
-
 SECTIONS = {function.__name__: function for function in (
     broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier,
     monitored_barrier, send_recv, isend_irecv, batch_isend_irecv, async_op, groups, objects, ring,
@@ -450,34 +511,15 @@ SECTIONS = {function.__name__: function for function in (
 BENCHMARKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring")
 
 
-def show_sections(names, device):
-    """Run sections, each with its sentence in front; go on where the backend lacks an operation."""
-    lacking = []
-    for name in names:
-        for line in [f"== {name}", *inspect.getdoc(SECTIONS[name]).splitlines()]:
-            log(line)
-        try:
-            SECTIONS[name](dist.get_rank(), dist.get_world_size(), device)
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            if not re.search("not support|not implemented|only implemented", str(error)):
-                raise
-            lacking.append(name)
-            log(f"  {dist.get_backend()} lacks it: {str(error).strip().partition(chr(10))[0]}")
-    # Rank 0 may speak for all only when all have come here: one that failed a check never does.
-    dist.all_gather_object([None] * dist.get_world_size(), None)
-    missing = f"; lacking here: {', '.join(lacking)}" if lacking else ""
-    log(f"{len(names) - len(lacking)} of {len(names)} sections passed their checks"
-        f" on {dist.get_world_size()} ranks{missing}")
-    if lacking == names:
-        stop("the backend has none of these operations", status=1)
+# ---- How fast they are: --bench ----
 
 
 def benchmark(names, device):
     """Print time and bandwidths of the operations, from 4 KiB to 64 MiB.
 
-    Algorithm bandwidth, size / time, says how long a call will take. Bus bandwidth is that times
-    the bytes a rank has to send for each byte, and can be compared with the speed of the link, for
-    any number of ranks. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    Algorithm bandwidth is size / time. Bus bandwidth is that, times the bytes that a rank has to
+    send for each byte of the tensor. You can compare it with the speed of the link between ranks,
+    whatever their number. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
     log("size: of the whole tensor. time: until the slowest rank is done, median of 11 after 3 to")
     log("warm up. algbw: size / time. busbw: algbw x factor, which is defined as in nccl-tests.")
@@ -495,7 +537,7 @@ def benchmark(names, device):
 
 
 def bus_factor(name):
-    """Bytes that a rank has to send for each byte of the whole tensor, at least."""
+    """Return how many bytes a rank has to send, at least, for each byte of the whole tensor."""
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     return {"all_reduce": 2 * share, "ring": 2 * share, "all_gather": share,
             "reduce_scatter": share, "broadcast": 1}[name]
@@ -518,8 +560,10 @@ def measure(call, device):
     """Return the median seconds of a call, each counted until the slowest rank is done."""
     seconds = torch.zeros(14, device=device)
     for n in range(len(seconds)):
-        dist.barrier()  # a common start: otherwise the first rank's clock counts its wait
-        if device.type == "cuda":  # there the call returns at once: let the GPU take the time
+        dist.barrier()  # start together: otherwise a rank's time includes its wait for the others
+        # On a GPU the call returns at once, so the GPU measures. For small tensors this includes
+        # the CPU's time to launch the call (nccl-tests leaves that out).
+        if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
@@ -534,19 +578,12 @@ def measure(call, device):
     return statistics.median(seconds[3:].tolist())
 
 
-def text(value):
-    """A value in a cell of the table: tensors as [1 2.5], in a list one after the other."""
-    if isinstance(value, torch.Tensor):
-        return "[" + " ".join(f"{number:g}" for number in value.tolist()) + "]"
-    if isinstance(value, list) and all(isinstance(item, torch.Tensor) for item in value):
-        return " ".join(text(item) for item in value)
-    return "-" if value is None else str(value)
+# ---- Helpers that are no part of the lesson ----
 
 
 def table(columns):
-    """Log one row a rank, in rank order: each rank gives its own values, {heading: value}."""
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, [text(value) for value in columns.values()])
+    """Log a row for each rank. All ranks must call it, each with its own {heading: value}."""
+    rows = gathered([text(value) for value in columns.values()])
     lines = [["", *columns], *([f"rank {rank}", *row] for rank, row in enumerate(rows))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -554,34 +591,46 @@ def table(columns):
         log(("  " + "   ".join(cells)).rstrip())
 
 
+def text(value):
+    """Return a value as it appears in the table: a tensor as [1 2.5], a list of them in a row."""
+    if isinstance(value, torch.Tensor):
+        return "[" + " ".join(f"{number:g}" for number in value.tolist()) + "]"
+    if isinstance(value, list) and all(isinstance(item, torch.Tensor) for item in value):
+        return " ".join(text(item) for item in value)
+    return "-" if value is None else str(value)
+
+
+def gathered(value):
+    """Return every rank's value, in rank order. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
+    return values
+
+
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
-    # Without this line every process can end up with a context, and memory, on GPU 0 as well.
-    torch.cuda.set_device(local_rank)
-    # Convolutions in full float32: TF32's 10 bits are too coarse to compare runs to 1e-5.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
 def share_cores(local_world_size):
-    """Divide the cores among this machine's processes: by default each takes all, so they fight."""
-    # torchrun sets OMP_NUM_THREADS=1 against that, which leaves cores idle; this overrides it.
+    """Divide this machine's cores among its processes."""
+    # By default each process uses all cores (or, under torchrun, only one).
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
-    # For Linux a batch job, whose threads do not interrupt one another: else Gloo's do, and a small
-    # all_reduce took ten times as long (Linux 6.18, two cores). A container may forbid it.
-    if hasattr(os, "SCHED_BATCH") and not torch.cuda.is_available():
-        with contextlib.suppress(OSError):
+    # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
+    if not torch.cuda.is_available():
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def listen_locally():
-    """Let Gloo listen on the loopback interface alone, if the whole job is on this machine."""
-    # By default it listens at the address of this machine's name, for whoever connects.
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # lo; on a Mac lo0
+    """Let Gloo listen on this machine only: by default, anyone on its network can connect."""
+    # Interface 1 is the loopback interface: lo on Linux, lo0 on a Mac.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
 
 
 def log(message, every_rank=False):
@@ -592,44 +641,12 @@ def log(message, every_rank=False):
 
 
 def stop(message, status=2):
-    """End this process with one line and no traceback: for what the caller can mend."""
-    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
-    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
-
-
-@record  # hands an exception's traceback to torchrun, whose report shows none otherwise
-def main():
-    args = parse_args()
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        stop("this script needs a launcher:"
-             " torchrun --standalone --nproc-per-node=4 04_collectives.py")
-    if os.environ["WORLD_SIZE"] == "1":
-        stop("one rank has nobody to talk to, every result would be its own tensor: use"
-             " --nproc-per-node=4 (with one GPU, on the CPU: CUDA_VISIBLE_DEVICES= in front)")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < local_world_size:
-        stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
-             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
-    device, backend = pick_device(local_rank)
-    share_cores(local_world_size)
-    listen_locally()
-    # device_id: for NCCL, which otherwise has to guess it in a barrier. Gloo must not be given one.
-    dist.init_process_group(
-        backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
-    log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
-    if args.bench:
-        benchmark(args.only or BENCHMARKS, device)
-    else:
-        show_sections(args.only or list(SECTIONS), device)
-    # Collect, then destroy, and not in a "finally": 01_single_node_multi_gpu.py says why.
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def parse_args():

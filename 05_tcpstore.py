@@ -5,9 +5,10 @@
     python 05_tcpstore.py --role client --port 29605      # and here second
 
 On two machines, give both --host, the server's address, and set GLOO_SOCKET_IFNAME to the network
-interface (eth0, say), or Gloo may choose loopback. You will see what the store can do, and what is
-built from it: a leader, a barrier, a work queue, heartbeats, process groups. init_process_group
-begins with a store, mostly this one, in which each rank leaves its address for the others:
+interface (eth0, for example). Otherwise Gloo may choose loopback, which no other machine can reach.
+You will see what the store can do, and what is built from it: a leader, a barrier (all wait for
+all), a work queue, heartbeats (signs of life), process groups. init_process_group begins with a
+store, mostly this one: each rank leaves its address there for the others.
 
     [rank 0/3] == set_get
     [rank 0/3] What one process sets, all others can get. A get waits until the key is there.
@@ -17,9 +18,9 @@ begins with a store, mostly this one, in which each rank leaves its address for 
     [rank 2/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
     [rank 1/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
 
-New here: none of this needs a process group but the lesson that makes some. rank is the order in
-which the processes came; rank 0 has the server. A TCPStore has no password: whoever reaches its
-port can read and change everything. Keep it on loopback or on a private network.
+New here: a store needs no process group. (One lesson makes some.) A rank is a process's number:
+here the order in which they came. Rank 0 has the server. A TCPStore has no password: anyone who
+reaches its port can read and change everything. Keep it on loopback or on a private network.
 Next: 06_model_parallel_ddp.py, for a model that one device cannot hold.
 """
 
@@ -37,20 +38,72 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-# Some lessons end a connection on purpose. torch adds twenty lines of C++ stack to each; this hides
-# them (its errors stay), and has to stand before the import. In training leave it out.
+# Some lessons end a connection on purpose. torch then prints twenty lines of C++ stack. This hides
+# them (but no errors), and must come before the import. Leave it out of a training script.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=30)  # how long a get or a wait waits; the default is 5 minutes
+TIMEOUT = timedelta(seconds=30)  # how long a get or a wait waits; by default 5 minutes
 JOIN_SECONDS = 60  # how long the server waits for its clients
+
+
+def main():
+    args = parse_args()
+    if "LOCAL_RANK" in os.environ:
+        stop("this script starts its processes itself: run it with python, not with torchrun")
+    if args.role == "client":
+        guarded(run_client, args.host, args.port)
+    else:
+        guarded(run_server, args.host, args.port, args.nprocs, args.role is None)
+
+
+def run_server(host, port, world_size, own_clients):
+    """Host the store and take part as rank 0. own_clients: start the other processes here, too."""
+    store, me = host_store(host, port), Member(0, world_size, host)
+    store.set("world size", str(world_size))
+    # spawn: a fork would copy this process without the threads that the store needs.
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=run_child, args=(run_client, host, store.port), daemon=True)
+                for _ in range(world_size - 1 if own_clients else 0)]
+    # The visitor comes in one lesson only, work_queue, where it is killed.
+    visitor = context.Process(target=run_child, args=(run_visitor, host, store.port), daemon=True)
+    for process in [*children, visitor]:
+        process.start()
+    me.say(f"pid {os.getpid()}, serves at {host}, port {store.port}")
+    if not own_clients:
+        me.say(f"waits for {world_size - 1} of: python 05_tcpstore.py --role client"
+               f" --host {host} --port {store.port}")
+    deadline = time.monotonic() + JOIN_SECONDS
+    while (came := store.add("ranks", 0)) < world_size - 1:
+        if any(child.exitcode for child in children):
+            stop("a client ended before it had joined", status=1)
+        if time.monotonic() > deadline:
+            stop(f"{came} of {world_size - 1} clients came within {JOIN_SECONDS} s", status=1)
+        time.sleep(0.05)
+    play(store, me)
+    for child in children:
+        child.join()
+    if any(child.exitcode for child in children):
+        stop("a client failed after its last lesson", status=1)
+
+
+def run_client(host, port):
+    """Join the server at that address. The order in which clients come gives them their ranks."""
+    store = connect(host, port)
+    rank, world_size = store.add("ranks", 1), int(store.get("world size"))
+    if rank >= world_size:
+        stop(f"the server at {host}, port {port}, has its {world_size} processes already: start it"
+             " with a larger --nprocs", status=1)
+    me = Member(rank, world_size, host)
+    me.say(f"pid {os.getpid()}, connected to {host}, port {port}")
+    play(store, me)
 
 
 @dataclass
 class Member:
-    """One of the processes: its number, how many there are, and where the store is."""
+    """What a process knows: its number, how many there are, and the address of the server."""
 
     rank: int
     world_size: int
@@ -62,24 +115,24 @@ class Member:
 
 
 def host_store(host, port):
-    """Start the server in this process, on this address only; return a store connected to it."""
+    """Start the server in this process, on this address only. Return a store connected to it."""
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
         reason = error.strerror.partition(" (")[0]
         stop(f"cannot listen on {host}, port {port} ({reason}): choose another --port, or leave it"
              " out for a free one; --host must be an address of this machine", status=1)
-    # By itself a TCPStore listens on all addresses of the machine, whatever host says: hence a
-    # socket of our own. Port 0 became a free one. multi_tenant: init_process_group may use this
-    # server too. wait_for_workers: would wait here until world_size clients have come.
+    # We open the socket ourselves: a TCPStore would listen on all addresses of this machine,
+    # whatever host it is given. Port 0 lets the system choose a free one. wait_for_workers=True
+    # would wait here for the clients. multi_tenant: init_process_group may use this server too.
     return dist.TCPStore(
         host, listener.getsockname()[1], is_master=True, wait_for_workers=False, timeout=TIMEOUT,
         multi_tenant=True, master_listen_fd=listener.detach())
 
 
 def connect(host, port, timeout=TIMEOUT, patience=10):
-    """Return a store connected to the server; stop if none answers within patience seconds."""
-    # TCPStore tries for as long as its timeout, which also has to do for every get: too long here.
+    """Return a store connected to the server. Stop if none answers within patience seconds."""
+    # TCPStore itself would try for its whole timeout, which is that of every get, and long.
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -98,8 +151,8 @@ def connect(host, port, timeout=TIMEOUT, patience=10):
               " TCPStore", file=sys.stderr, flush=True)
         os._exit(1)
 
-    # TCPStore waits for the greeting of the server without any limit, and some other program at
-    # that port would never send it.
+    # TCPStore waits for the server's greeting without a limit. If another program listens at that
+    # port, the greeting never comes.
     watchdog = threading.Timer(2 * patience, give_up)
     watchdog.start()
     try:
@@ -108,20 +161,31 @@ def connect(host, port, timeout=TIMEOUT, patience=10):
         watchdog.cancel()
 
 
-def outcome(call, *arguments, **options):
-    """Return what the call returns, or the name of the error: they all derive from DistError."""
-    try:
-        return call(*arguments, **options)
-    except dist.DistError as error:
-        return type(error).__name__
+def play(store, me):
+    """Go through the lessons, all processes together; rank 0 leaves last."""
+    for lesson in LESSONS:
+        if me.rank == 0:
+            for line in [f"== {lesson.__name__}", *inspect.getdoc(lesson).splitlines()]:
+                me.say(line)
+        wait_for_all(store, me)  # a barrier, built below from the store
+        lesson(dist.PrefixStore(lesson.__name__, store), me)
+        wait_for_all(store, me)
+    # At the end a barrier is not enough. Rank 0 could pass it first, and end the server while
+    # another still waits for the answer to its last call. So the others add to a count, as their
+    # very last call, and rank 0 waits until the count is complete.
+    if me.rank != 0:
+        store.add("goodbye", 1)
+        return
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while store.add("goodbye", 0) < me.world_size - 1:
+        if time.monotonic() > deadline:
+            stop("a client has ended without its goodbye", status=1)
+        time.sleep(0.01)
+    me.say(f"{len(LESSONS)} lessons, all checks passed on {me.world_size} processes;"
+           f" {me.world_size - 1} said goodbye before the server ended")
 
 
-def expect(actual, expected):
-    if actual != expected:
-        raise RuntimeError(f"the store gave {actual!r}, expected {expected!r}")
-
-
-# What the store can do. Every process calls every lesson, each with keys of its own.
+# What the store can do. Every process calls every lesson; each lesson has keys of its own.
 
 
 def set_get(store, me):
@@ -256,26 +320,14 @@ def prefix_store(store, me):
 def elect_leader(store, me):
     """compare_set writes only if the key still has the value that you expect, and returns the
     value it has then. All try to be first, one succeeds, and every process learns who."""
-    # "" expects that the key is missing, or empty. The trap: for a missing key, any other
-    # expectation is returned as if it were there, and nothing is written. And this leader stays
-    # leader when it dies; an election that lasts needs a heartbeat as well.
+    # "" means: the key is missing, or empty. Trap: if the key is missing and you expect anything
+    # else, compare_set writes nothing and returns what you expected, as if it were there.
+    # This leader stays leader even when it dies. An election that lasts also needs a heartbeat.
     leader = int(store.compare_set("leader", "", str(me.rank)))
     me.say(f"the leader is rank {leader}{', that is me' if leader == me.rank else ''}")
     store.set(f"vote/{me.rank}", str(leader))
     votes = store.multi_get([f"vote/{rank}" for rank in range(me.world_size)])
     expect(set(votes), {str(leader).encode()})
-
-
-def wait_for_all(store, me, key="barrier"):
-    """A barrier that can be used again and again, with one key: nobody goes on before all came."""
-    # Each use has a gate of its own. If it were one key for all uses, it would stay open after the
-    # first, and from then on nobody would wait.
-    ticket = store.add(f"{key}/tickets", 1)  # 1, 2, 3 ... over all uses
-    use = (ticket - 1) // me.world_size
-    if ticket % me.world_size == 0:  # the last one to come opens the gate
-        store.set(f"{key}/gate {use}", "open")
-        store.delete_key(f"{key}/gate {use - 1}")  # all are here, so nobody waits there any more
-    store.wait([f"{key}/gate {use}"])
 
 
 def barrier_100_times(store, me):
@@ -292,40 +344,16 @@ def barrier_100_times(store, me):
     expect(store.check(["gates/gate 99"]) and not store.check(["gates/gate 98"]), True)
 
 
-def beat(store, name, finished):
-    """Count up a key of one's own ten times a second: a sign of life, and no more."""
-    # On a connection of its own, a clone: one connection does one call at a time, so that a get
-    # which waits would hold the heartbeat up.
-    with contextlib.suppress(dist.DistError):  # the main thread will meet, and report, the same
-        while not finished.wait(0.1):
-            store.add(f"beat/{name}", 1)
-
-
-def is_alive(store, name, patience=1.5):
-    """Return whether the heartbeat of that name changes within patience seconds."""
-    # A count and not a time of day: the clocks of two machines need not agree.
-    before, deadline = store.add(f"beat/{name}", 0), time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if store.add(f"beat/{name}", 0) != before:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def run_visitor(host, port):
-    """A process that takes a task, and works on it until it is killed."""
-    # Its connection waits longer: the players may come late.
-    server = connect(host, port, timeout=timedelta(minutes=2), patience=2)
-    store = dist.PrefixStore("work_queue", server)
-    threading.Thread(
-        target=beat, args=(store.clone(), "visitor", threading.Event()), daemon=True).start()
-    task = take_task(store)
-    while task is None:
-        time.sleep(0.02)
-        task = take_task(store)
-    store.set(f"owner/{task}", "visitor")
-    store.multi_set(["visitor's pid", "visitor's task"], [str(os.getpid()), task])
-    store.wait(["the end of the task"])  # never comes; ends with an error when the server is gone
+def wait_for_all(store, me, key="barrier"):
+    """Wait until all processes have come. The same key can be used again and again."""
+    # Each use has a gate of its own. A single gate for all uses would stay open after the first,
+    # and from then on nobody would wait.
+    ticket = store.add(f"{key}/tickets", 1)  # 1, 2, 3 ... over all uses
+    use = (ticket - 1) // me.world_size
+    if ticket % me.world_size == 0:  # the last one to come opens the gate
+        store.set(f"{key}/gate {use}", "open")
+        store.delete_key(f"{key}/gate {use - 1}")  # all are here, so nobody waits there any more
+    store.wait([f"{key}/gate {use}"])
 
 
 def work_queue(store, me):
@@ -353,19 +381,55 @@ def work_queue(store, me):
         me.say(f"together {len(done.split())} tasks of {len(tasks)}, each of them once")
 
 
+def beat(store, name, finished):
+    """Add to a key ten times a second: the heartbeat, a sign that this process is alive."""
+    # Give it a connection of its own (a clone). A connection does one call at a time, so a get that
+    # waits would stop the heartbeat.
+    with contextlib.suppress(dist.DistError):  # the main thread will report it
+        while not finished.wait(0.1):
+            store.add(f"beat/{name}", 1)
+
+
+def run_visitor(host, port):
+    """A process that takes a task, and works on it until it is killed."""
+    # Its connection waits longer: the other processes may come late.
+    server = connect(host, port, timeout=timedelta(minutes=2), patience=2)
+    store = dist.PrefixStore("work_queue", server)
+    threading.Thread(
+        target=beat, args=(store.clone(), "visitor", threading.Event()), daemon=True).start()
+    task = take_task(store)
+    while task is None:
+        time.sleep(0.02)
+        task = take_task(store)
+    store.set(f"owner/{task}", "visitor")
+    store.multi_set(["visitor's pid", "visitor's task"], [str(os.getpid()), task])
+    store.wait(["the end of the task"])  # never comes; ends with an error when the server is gone
+
+
 def kill_visitor(store, me):
     pid, task = store.multi_get(["visitor's pid", "visitor's task"])
     alive = is_alive(store, "visitor")
     me.say(f"the visitor, pid {int(pid)}, has task {int(task)}; heartbeat: {alive}")
     expect(alive, True)
-    # Never kill just any pid from a store, in which everybody can write: this one is a child.
+    # Anyone can write to a store, so never kill a pid only because it is there: this is our child.
     [child] = [c for c in multiprocessing.active_children() if c.pid == int(pid)]
     child.kill()
     me.say("the visitor is killed")
 
 
+def is_alive(store, name, patience=1.5):
+    """Return whether the heartbeat of that name changes within patience seconds."""
+    # Compare counts, not times of day: the clocks of two machines may differ.
+    before, deadline = store.add(f"beat/{name}", 0), time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if store.add(f"beat/{name}", 0) != before:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def work(store, me, tasks):
-    """Take tasks until all are done, or three on rank 1; return those done by this rank."""
+    """Take tasks until all are done (rank 1: only three). Return those that this rank has done."""
     mine, deadline = [], time.monotonic() + TIMEOUT.total_seconds()
     while store.add("done", 0) < len(tasks) and not (me.rank == 1 and len(mine) == 3):
         if time.monotonic() > deadline:
@@ -376,11 +440,11 @@ def work(store, me, tasks):
                 requeue_lost_tasks(store, me, tasks)
             time.sleep(0.02)
             continue
-        # Who dies between these two lines takes the task along, and no key tells. So a real queue,
-        # once it has been empty for a while, also pushes the tasks again that have no owner.
+        # Trap: a process that dies here takes its task along, and no key names the owner. So a real
+        # queue, when it has been empty for a while, also pushes tasks without an owner again.
         store.set(f"owner/{task}", f"rank {me.rank}")
         time.sleep(0.02)  # the work
-        # Who is only slow may be taken for dead, and its task is done twice: the first time counts.
+        # A slow process may be taken for dead. Then its task is done twice, and the first counts.
         if store.add(f"times done/{task}", 1) == 1:
             mine.append(task)
             store.add("done", 1)
@@ -389,9 +453,9 @@ def work(store, me, tasks):
 
 def take_task(store):
     """Return a task from the queue, or None while it is empty."""
-    # Not a pop that waits: it waits, and then pops, and in between another process can be faster.
-    # With torch 2.15 it was also seen to leave an answer behind on its connection, so that the next
-    # wait there, for a key that nobody had set, returned at once.
+    # Without block=False, the call waits and then pops. In between another process can be faster.
+    # With torch 2.15 such a call also left an answer behind on its connection, and the next wait
+    # there returned at once, for a key that nobody had set.
     try:
         return store.queue_pop("tasks", block=False).decode()
     except dist.QueueEmptyError:
@@ -399,11 +463,11 @@ def take_task(store):
 
 
 def requeue_lost_tasks(store, me, tasks):
-    """Push the tasks again that were taken by a process without a heartbeat."""
+    """Push a task again if the process that took it has no heartbeat any more."""
     for task in tasks:
         if store.check([f"owner/{task}"]) and not store.check([f"times done/{task}"]):
             owner = store.get(f"owner/{task}").decode()
-            # Once more at the end: it may have finished, and left, in the meantime.
+            # Look at "times done" again: the owner may have finished and left in the meantime.
             if not is_alive(store, owner) and not store.check([f"times done/{task}"]):
                 me.say(f"no heartbeat of {owner}: its task {task} goes back to the queue")
                 store.delete_key(f"owner/{task}")
@@ -416,8 +480,8 @@ def process_groups(store, me):
     for way in ("env://", "tcp://", "file://", "store="):
         own, server, folder = dist.PrefixStore(way, store), None, None
         if me.rank == 0:
-            # env:// and tcp:// need no server of yours: rank 0's init_process_group starts one at
-            # that port. Here it finds one (multi_tenant), which has a port that is surely free.
+            # env:// and tcp:// need no server of yours: on rank 0, init_process_group starts one at
+            # that port. Here it finds this one (multi_tenant), whose port is certainly free.
             server, folder = host_store(me.host, 0), tempfile.TemporaryDirectory()
             own.multi_set(["port", "folder"], [str(server.port), folder.name])
         port, path = int(own.get("port")), own.get("folder").decode()
@@ -427,8 +491,8 @@ def process_groups(store, me):
             me.say("file://: left out, as not every process sees the same folder")
         else:
             arguments = rendezvous_arguments(way, me, port, path, server)
-            if me.host == "127.0.0.1":  # by default Gloo listens at the address of this machine's
-                os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(1)  # name, not at lo
+            if me.host == "127.0.0.1":  # all processes are on this machine
+                listen_locally()
             dist.init_process_group("gloo", timeout=TIMEOUT, **arguments)
             total = torch.tensor(dist.get_rank() + 1)
             dist.all_reduce(total)
@@ -441,7 +505,7 @@ def process_groups(store, me):
 
 
 def rendezvous_arguments(way, me, port, path, server):
-    """Return what init_process_group is given to find the others in that way."""
+    """Return the arguments with which init_process_group finds the others in that way."""
     numbers = {"rank": me.rank, "world_size": me.world_size}
     if way == "env://":
         os.environ.update(MASTER_ADDR=me.host, MASTER_PORT=str(port),
@@ -449,7 +513,7 @@ def rendezvous_arguments(way, me, port, path, server):
         return {"init_method": "env://"}
     if way == "tcp://":
         return {"init_method": f"tcp://{me.host}:{port}", **numbers}
-    if way == "file://":  # a new file for every job: an old one holds old addresses
+    if way == "file://":  # use a new file for every job: an old one has old addresses
         return {"init_method": f"file://{path}/meeting-point", **numbers}
     return {"store": server or connect(me.host, port), **numbers}
 
@@ -458,7 +522,7 @@ def server_ends_first(store, me):
     """When the process with the server ends, every call of the others fails, also a get that
     waits. So the right end: the others say goodbye, and the server's process leaves last."""
     if me.rank == 0:
-        server = host_store(me.host, 0)  # a second one, to end it
+        server = host_store(me.host, 0)  # a second server, to end it
         store.set("port", str(server.port))
         for other in range(1, me.world_size):
             server.wait([f"rank {other} is here"])
@@ -476,79 +540,30 @@ LESSONS = (set_get, wait_timeout, keys, add, values_are_bytes, append_and_multi,
            server_ends_first)
 
 
-def play(store, me):
-    """Go through the lessons, all processes together; rank 0 leaves last."""
-    for lesson in LESSONS:
-        if me.rank == 0:
-            for line in [f"== {lesson.__name__}", *inspect.getdoc(lesson).splitlines()]:
-                me.say(line)
-        wait_for_all(store, me)
-        lesson(dist.PrefixStore(lesson.__name__, store), me)
-        wait_for_all(store, me)
-    # A barrier alone would not do for the end: rank 0, through first, could take the server away
-    # while another still waits for the answer to its last call. So each counts itself as its very
-    # last call, and rank 0 looks at the count until it is complete.
-    if me.rank != 0:
-        store.add("goodbye", 1)
-        return
-    deadline = time.monotonic() + TIMEOUT.total_seconds()
-    while store.add("goodbye", 0) < me.world_size - 1:
-        if time.monotonic() > deadline:
-            stop("a client has ended without its goodbye", status=1)
-        time.sleep(0.01)
-    me.say(f"{len(LESSONS)} lessons, all checks passed on {me.world_size} processes;"
-           f" {me.world_size - 1} said goodbye before the server ended")
+# ---- Helpers that are no part of the lesson ----
 
 
-def run_client(host, port):
-    """Join the server at that address: the order in which clients come gives them their ranks."""
-    store = connect(host, port)
-    rank, world_size = store.add("ranks", 1), int(store.get("world size"))
-    if rank >= world_size:
-        stop(f"the server at {host}, port {port}, has its {world_size} processes already: start it"
-             " with a larger --nprocs", status=1)
-    me = Member(rank, world_size, host)
-    me.say(f"pid {os.getpid()}, connected to {host}, port {port}")
-    play(store, me)
+def outcome(call, *arguments, **options):
+    """Return what the call returns, or the name of its error: all derive from DistError."""
+    try:
+        return call(*arguments, **options)
+    except dist.DistError as error:
+        return type(error).__name__
 
 
-def run_server(host, port, world_size, own_clients):
-    """Host the store, take part as rank 0, and start what belongs to this process."""
-    store, me = host_store(host, port), Member(0, world_size, host)
-    store.set("world size", str(world_size))
-    # spawn: a fork would copy this process without the threads that the store needs.
-    context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=run_child, args=(run_client, host, store.port), daemon=True)
-                for _ in range(world_size - 1 if own_clients else 0)]
-    guest = context.Process(target=run_child, args=(run_visitor, host, store.port), daemon=True)
-    for process in [*children, guest]:
-        process.start()
-    me.say(f"pid {os.getpid()}, serves at {host}, port {store.port}")
-    if not own_clients:
-        me.say(f"waits for {world_size - 1} of: python 05_tcpstore.py --role client"
-               f" --host {host} --port {store.port}")
-    deadline = time.monotonic() + JOIN_SECONDS
-    while (came := store.add("ranks", 0)) < world_size - 1:
-        if any(child.exitcode for child in children):
-            stop("a client ended before it had joined", status=1)
-        if time.monotonic() > deadline:
-            stop(f"{came} of {world_size - 1} clients came within {JOIN_SECONDS} s", status=1)
-        time.sleep(0.05)
-    play(store, me)
-    for child in children:
-        child.join()
-    if any(child.exitcode for child in children):
-        stop("a client failed after its last lesson", status=1)
+def expect(actual, expected):
+    if actual != expected:
+        raise RuntimeError(f"the store gave {actual!r}, expected {expected!r}")
 
 
 def run_child(function, *arguments):
-    """Call function in a process of run_server's own, which ends it on Ctrl-C."""
+    """Call function in a child process of run_server, which ends it on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guarded(function, *arguments)
 
 
 def guarded(function, *arguments):
-    """Call function; a lost connection or an interrupt ends the process with one line."""
+    """Call function. A lost connection or an interrupt ends the process with one line."""
     try:
         function(*arguments)
     except dist.DistError as error:
@@ -558,39 +573,31 @@ def guarded(function, *arguments):
         stop(f"pid {os.getpid()}: interrupted", status=130)
 
 
+def listen_locally():
+    """Let Gloo listen on this machine only: by default, anyone on its network can connect."""
+    # Interface 1 is the loopback interface: lo on Linux, lo0 on a Mac.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
+
+
 def stop(message, status=2):
-    """End this process with one line and no traceback: for what the caller can mend."""
-    # torchrun ends all ranks once one has failed. They mostly fail alike: local rank 0 goes first,
-    # and says it once. A rank that is still here after 10 seconds is the only one, and speaks up.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Rank 0 says it, and its end ends the others.
+    if dist.is_initialized() and dist.get_rank() > 0:
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
 
 
-def main():
-    args = parse_args()
-    if "LOCAL_RANK" in os.environ:
-        stop("this script starts its processes itself: run it with python, not with torchrun")
-    if args.role == "client":
-        guarded(run_client, args.host, args.port)
-    else:
-        guarded(run_server, args.host, args.port, args.nprocs, args.role is None)
-
-
 def parse_args():
-    def number(text):
-        if not text.isdecimal() or not 0 <= int(text) < 65536:
-            raise argparse.ArgumentTypeError(f"must be a whole number below 65536, not {text!r}")
-        return int(text)
-
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
-    parser.add_argument("--nprocs", type=number, help="default: 3; with --role server 2")
+    parser.add_argument("--nprocs", type=int, help="default: 3; with --role server 2")
     parser.add_argument("--role", choices=("server", "client"), help="default: start all processes")
     parser.add_argument("--host", default="127.0.0.1", help="the server's address")
-    parser.add_argument("--port", type=number, default=0, help="the server's; default: a free one")
+    parser.add_argument("--port", type=int, default=0, help="the server's; default: a free one")
     args = parser.parse_args()
+    if not 0 <= args.port < 65536:
+        stop(f"--port {args.port}: give 0 (a free one) to 65535")
     if args.role == "client" and (args.port == 0 or args.nprocs is not None):
         stop("--role client needs the --port that the server printed, and no --nprocs")
     if args.nprocs is None:

@@ -1,17 +1,18 @@
-"""A collective inside "if rank == 0": the others never come, or meet it with another one.
+"""A collective inside "if rank == 0": the other ranks do not call it, or call a different one.
 
     torchrun --standalone --nproc-per-node=2 pitfalls/collective_on_one_rank.py
     torchrun --standalone --nproc-per-node=2 pitfalls/collective_on_one_rank.py --fixed
 
-You see rank 0 sum up the loss alone, to print it. In step 1 its all_reduce meets the one in which
-rank 1 sums the gradients, and both go on with wrong numbers. In step 2 it waits for a rank that is
-busy elsewhere, until the timeout: 3 seconds here, 10 (NCCL) to 30 minutes (Gloo) by default.
+You see two training steps. Rank 0 alone adds up the loss, to print it. In step 1 its all_reduce
+meets the all_reduce in which rank 1 adds up the gradients. Neither fails, and both results are
+wrong. In step 2 rank 1 is busy elsewhere: rank 0 waits for it until the timeout. That is 3 seconds
+here; by default it is 10 minutes (NCCL) or 30 (Gloo).
 
 Recognise it: the job stands still, far from the mistake, often with its GPUs at 100 % (NCCL waits
-busily). py-spy dump --pid PID shows the line where each rank stands: they differ. With
-TORCH_DISTRIBUTED_DEBUG=DETAIL in front it names the rank that did not come ("Ranks 1 failed to pass
-monitoredBarrier"). (Not with DDP on a CPU, which torch 2.15 crashes in then.)
-Cure: every rank calls the collective; the "if" is around the printing alone.
+in a busy loop). "py-spy dump --pid PID" shows the line at which each rank stands: the lines differ.
+With TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command, the error names the rank that did not
+come: "Ranks 1 failed to pass monitoredBarrier". (torch 2.15 on a CPU crashes in DDP() with DETAIL.)
+Cure: every rank calls the collective. Only the printing stays inside the "if".
 """
 
 import argparse
@@ -24,20 +25,38 @@ import torch
 import torch.distributed as dist
 
 
-def main(fixed):
+def broken(loss, gradient):
+    if dist.get_rank() == 0:
+        dist.all_reduce(loss)  # the mistake: the other ranks do not call it
+    dist.all_reduce(gradient)
+
+
+def fixed(loss, gradient):
+    dist.all_reduce(loss)  # the cure: every rank calls it
+    dist.all_reduce(gradient)
+
+
+def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    sums = []
     for step in (1, 2):
         loss, gradient = torch.tensor(1.0), torch.tensor(100.0)  # the same on both ranks
-        if fixed or dist.get_rank() == 0:  # the mistake is this "if"
-            try:
-                dist.all_reduce(loss)
-            except RuntimeError as error:
-                log(f"symptom: all_reduce failed: {str(error).rpartition('] ')[2]}")
-                return
-        dist.all_reduce(gradient)
+        try:
+            (fixed if cure else broken)(loss, gradient)
+        except RuntimeError as error:
+            if cure:
+                raise
+            log(f"symptom: all_reduce failed: {str(error).rpartition('] ')[2]}")
+            return
         log(f"step {step}: losses add up to {loss:g}, gradients to {gradient:g}", every_rank=True)
-    if not fixed:
-        time.sleep(5)  # rank 1 is busy: with the next epoch's data, say
+        sums.append((loss.item(), gradient.item()))
+    if not cure and dist.get_rank() == 1:
+        time.sleep(5)  # rank 1 is busy: it reads the data of the next epoch, say
+    elif sums != [(2, 200), (2, 200)]:
+        raise RuntimeError(f"rank 0 did not wait; the sums are {sums}")
+    if cure:
+        dist.barrier()  # both ranks have found what they should
+        log("cured: both ranks have the right sums in both steps")
     dist.destroy_process_group()
 
 
@@ -49,8 +68,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

@@ -1,43 +1,59 @@
-"""The device chosen by the global rank: the second machine has no such GPU.
+"""The device chosen by the global rank: the second machine does not have that GPU.
 
     python pitfalls/device_from_global_rank.py
     python pitfalls/device_from_global_rank.py --fixed
 
-You see a table, without processes or GPUs: the device that each of four ranks on two machines with
-two GPUs each would take, by its global rank, and by nothing at all (.cuda(), or device "cuda").
+You see the device that each process of a job takes on two machines with two GPUs each. The code
+runs four times, each time with the variables that torchrun sets for that process. It needs no GPU:
+torch.device() only names one. The global rank (RANK) counts through all machines; the local rank
+(LOCAL_RANK) starts at 0 on each of them.
 
 Recognise it: the job runs on one machine, where both ranks are the same number. On the second one
-it fails with "CUDA error: invalid device ordinal". With no device chosen, all ranks of a machine
-crowd on its GPU 0: it runs out of memory while the others idle, or NCCL says "Duplicate GPU
-detected".
-Cure: by the local rank, which starts at 0 on each machine: torchrun puts it into LOCAL_RANK, and
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) comes before all else that touches a GPU.
+it fails with "CUDA error: invalid device ordinal". If no device is chosen at all (.cuda(), or
+device "cuda"), all processes of a machine share GPU 0: it runs out of memory while the other GPUs
+are idle, or NCCL reports "Duplicate GPU detected".
+Cure: use LOCAL_RANK, and call torch.cuda.set_device(local_rank) before anything else uses a GPU.
 """
 
 import argparse
+import os
 
-MACHINES, GPUS = 2, 2  # GPUs of a machine, and ranks on it: one for each GPU
+import torch
+
+MACHINES, GPUS = 2, 2  # GPUs on each machine, and as many processes
 
 
-def main(fixed):
-    places = [divmod(rank, GPUS) for rank in range(MACHINES * GPUS)]  # (machine, local rank)
-    if fixed:
-        choices = {"local rank": [local_rank for _, local_rank in places]}
-    else:  # the mistake: numbers that do not tell the ranks of one machine apart, from 0 up
-        choices = {"global rank": list(range(len(places))), "nothing": [0] * len(places)}
-    for choice, indices in choices.items():
-        print(f"machine  global rank  local rank  device by {choice}")
-        for rank, ((machine, local_rank), index) in enumerate(zip(places, indices, strict=True)):
+def broken():
+    return torch.device("cuda", int(os.environ["RANK"]))  # the mistake: 2 and 3 on machine 1
+
+
+def broken_too():
+    return torch.device("cuda")  # the mistake: GPU 0, unless torch.cuda.set_device() chose another
+
+
+def fixed():
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # the cure: 0 and 1 on each machine
+
+
+def main(cure):
+    functions = {"local rank": fixed} if cure else {"global rank": broken, "nothing": broken_too}
+    counts = []
+    for name, choose_device in functions.items():
+        print(f"machine  global rank  local rank  device by {name}")
+        used = set()  # the GPUs that exist, and do some work
+        for rank in range(MACHINES * GPUS):
+            machine, local_rank = divmod(rank, GPUS)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            index = choose_device().index or 0
+            if index < GPUS:
+                used.add((machine, index))
             device = f"cuda:{index}" + " does not exist" * (index >= GPUS)
             print(f"{machine:7}  {rank:11}  {local_rank:10}  {device}")
-    used = {
-        choice: len({(m, i) for (m, _), i in zip(places, indices, strict=True) if i < GPUS})
-        for choice, indices in choices.items()
-    }
-    if any((count == MACHINES * GPUS) != fixed for count in used.values()):
-        raise RuntimeError(f"GPUs in use: {used}")
-    found = ", ".join(f"{count} of {MACHINES * GPUS} by {choice}" for choice, count in used.items())
-    print(f"{'cured' if fixed else 'symptom'}: GPUs in use: {found}")
+        counts.append(len(used))
+    if any((count == MACHINES * GPUS) != cure for count in counts):
+        raise RuntimeError(f"GPUs in use: {counts}")
+    found = ", ".join(f"{n} of {MACHINES * GPUS} by {name}" for n, name in zip(counts, functions))
+    print(f"{'cured' if cure else 'symptom'}: GPUs in use: {found}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Every rank downloads the data: one finds the file that another has begun, and reads half of it.
+"""Every rank downloads the data: one finds the file that another is writing, and reads half of it.
 
     torchrun --standalone --nproc-per-node=2 pitfalls/download_by_all.py
     torchrun --standalone --nproc-per-node=2 pitfalls/download_by_all.py --fixed
 
-You see rank 0 download a file of 600,000 bytes, slowly (played: no network is used). Rank 1 starts
-a second later, as ranks do, finds that the file is there, and reads what there is.
-Recognise it: with an empty cache some ranks fail (wrong size or checksum, damaged archive), or
-train on less data; the second start works, since the file is whole by then.
-Cure: on each machine local rank 0 downloads to a temporary name and moves the whole file to the
-final one; the others wait at a barrier, then read. The group's timeout must allow for the download.
+You see rank 0 download a file of 600,000 bytes, slowly. (The download is played; no network is
+used.) Rank 1 comes a little later. It finds that the file is there, and reads what there is.
+
+Recognise it: with an empty cache, some ranks fail (wrong size or checksum, damaged archive) or
+train on less data. The second start works, because the file is complete by then.
+Cure: on each machine, local rank 0 downloads to a temporary name, then moves the complete file to
+the final one. The others wait at a barrier, and then read. The timeout of the process group must be
+longer than the download.
 """
 
 import argparse
@@ -21,27 +23,41 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-def main(fixed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+def broken(path):
+    if not os.path.exists(path):  # the mistake: the file exists from its first byte on
+        download(path)
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def fixed(path):
+    if os.environ["LOCAL_RANK"] == "0" and not os.path.exists(path):  # the cure: one rank only
+        download(f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)  # the cure: the final name stands for a complete file
+    dist.barrier()  # the cure: the others wait
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def download(path):
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(6):
+            file.write(bytes(100_000))
+            time.sleep(0.4)
+
+
+def main(cure):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     with tempfile.TemporaryDirectory() as folder:
-        paths = [f"{folder}/data"]
-        dist.broadcast_object_list(paths)  # now all ranks have rank 0's path
-        time.sleep(dist.get_rank())
-        absent = not os.path.exists(paths[0])  # the mistake: it is there from its first byte on
-        target = paths[0] + ".tmp" if fixed else paths[0]
-        if absent and (os.environ["LOCAL_RANK"] == "0" or not fixed):
-            with open(target, "wb", buffering=0) as file:
-                for _ in range(6):
-                    file.write(bytes(100_000))
-                    time.sleep(0.5)
-            os.replace(target, paths[0])
-        if fixed:
-            dist.barrier()
+        folders = [folder]
+        dist.broadcast_object_list(folders)  # now both ranks have the folder of rank 0
+        while dist.get_rank() == 1 and not os.listdir(folders[0]):
+            time.sleep(0.1)  # rank 1 comes a little later
         sizes = [None, None]
-        with open(paths[0], "rb") as file:
-            dist.all_gather_object(sizes, len(file.read()))
-    assert fixed == (sizes == [600_000, 600_000]), sizes
-    log(f"{'cured' if fixed else 'symptom'}: of 600000 bytes the ranks have read {sizes}")
+        dist.all_gather_object(sizes, len((fixed if cure else broken)(f"{folders[0]}/data")))
+    if cure != (sizes == [600_000, 600_000]):
+        raise RuntimeError(f"read {sizes}")
+    log(f"{'cured' if cure else 'symptom'}: of 600000 bytes the ranks have read {sizes}")
     dist.destroy_process_group()
 
 
@@ -53,8 +69,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

@@ -1,13 +1,16 @@
-"""A batch size per rank: with more ranks the same learning rate gives another training.
+"""A batch size for each rank: with more ranks, the same learning rate trains differently.
 
     torchrun --standalone --nproc-per-node=4 pitfalls/learning_rate_and_world_size.py
     torchrun --standalone --nproc-per-node=4 pitfalls/learning_rate_and_world_size.py --fixed
 
-You see an epoch of one process, then of four ranks. 16 samples on each rank are a global batch of
-64: a quarter of the steps, none of them longer, so the loss falls less far.
-Recognise it: nothing fails, but the more GPUs, the higher the loss after the same epochs.
-Cure: keep the global batch, batch // world_size on each rank: the same steps, up to rounding. Or
-make the learning rate as many times larger, with a warm-up: "linear scaling", Goyal et al. 2017.
+You see an epoch of one process, then the same epoch on four ranks. 16 samples on each rank make a
+global batch of 64. The epoch then has a quarter of the steps, and each step is no longer than
+before, so the loss falls less far.
+
+Recognise it: nothing fails. With more GPUs, the loss after the same number of epochs is higher.
+Cure: keep the global batch, and give each rank batch // world_size samples. All steps are the same
+then, up to rounding. Or multiply the learning rate by the number of ranks, with a warm-up (the
+"linear scaling rule" of Goyal et al., 2017).
 """
 
 import argparse
@@ -18,31 +21,47 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+BATCH = 16
 
 
-def one_epoch(rank, world_size, share):
-    torch.manual_seed(0)
-    samples, model = torch.randn(1024, 20), torch.nn.Linear(20, 1)  # to learn: a sample's sum
-    trained = torch.nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+def broken(samples, rank, world_size):
+    return samples[rank::world_size].split(BATCH)  # the mistake: a global batch of 16 * world_size
+
+
+def fixed(samples, rank, world_size):
+    return samples[rank::world_size].split(BATCH // world_size)  # the cure: a global batch of 16
+
+
+def main(cure):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    alone = train_an_epoch(fixed, 0, 1)
+    together = train_an_epoch(fixed if cure else broken, rank, world_size)
+    off = (together - alone).abs().max()
+    if not (off < 1e-5 if cure else off > 0.1):
+        raise RuntimeError(f"weights differ by {off:.1e}")
+    log(f"{'cured' if cure else 'symptom'}: weights up to {off:.1e} off those of one process")
+    gc.collect()  # otherwise what is left of DDP can abort the process at its exit
+    dist.destroy_process_group()
+
+
+def train_an_epoch(split_into_batches, rank, world_size):
+    """Train a model to add up the numbers of a sample; return its weights."""
+    torch.manual_seed(0)  # the same samples and weights on all ranks
+    samples, model = torch.randn(1024, 20), torch.nn.Linear(20, 1)
+    wrapped = DDP(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step, batch in enumerate(samples[rank::world_size].split(share), start=1):
+    batches = split_into_batches(samples, rank, world_size)
+    for batch in batches:
         optimizer.zero_grad()
-        (trained(batch)[:, 0] - batch.sum(1)).square().mean().backward()
+        (wrapped(batch)[:, 0] - batch.sum(1)).square().mean().backward()
         optimizer.step()
     loss = (model(samples)[:, 0] - samples.sum(1)).square().mean()
-    log(f"global batch {world_size} x {share}, {step} steps an epoch: loss {loss:.4f} after it")
+    log(f"global batch {world_size} x {len(batches[0])}, {len(batches)} steps an epoch:"
+        f" loss {loss:.4f} after it")
     return model.weight.detach()
-
-
-def main(fixed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
-    alone = one_epoch(0, 1, 16)  # no DDP
-    off = (one_epoch(dist.get_rank(), 4, 4 if fixed else 16) - alone).abs().max()  # the mistake: 16
-    if not (off < 1e-5 if fixed else off > 0.1):
-        raise RuntimeError(f"weights differ by {off:.1e}")
-    log(f"{'cured' if fixed else 'symptom'}: weights up to {off:.1e} off those of one process")
-    gc.collect()  # else what is left of DDP can abort the process at its exit
-    dist.destroy_process_group()
 
 
 def log(message, every_rank=False):
@@ -53,8 +72,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if os.environ.get("WORLD_SIZE") != "4":
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "4":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
+    main(args.fixed)

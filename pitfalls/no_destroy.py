@@ -1,57 +1,86 @@
-"""No destroy_process_group(), or a DDP model that outlives it: a process aborts, all work done.
+"""No destroy_process_group(), or a DDP model that outlives it: a process aborts after its work.
 
     python pitfalls/no_destroy.py
     python pitfalls/no_destroy.py --fixed
 
-You see jobs whose rank 0 leaves while collectives are under way. If one of them is done while
-Python shuts down, rank 0 aborts, by chance: often here, as rank 1 is slow, else in one job of ten.
-Recognise it: "terminate called without an active exception" and exit code -6 after the last epoch
-(Gloo, Python 3.11). NCCL, not tried here, warns that it "was not called before program exit".
-Cure: let go of the model (train in a function) and gc.collect(), as DDP sits in a reference cycle
-and keeps the group's threads alive. Then destroy_process_group(), which waits for the collectives.
+You see a job of two processes, started again until one of them aborts at its exit. They leave while
+the process group's threads still work on collectives. If such a thread is alive when Python shuts
+down, the process aborts. It is a matter of chance: likely here, because rank 1 is slow; one job in
+ten without that.
+
+Recognise it: all work is done, and then "terminate called without an active exception", with exit
+code -6, SIGABRT (Gloo on Python 3.11). NCCL, not tried here, warns that destroy_process_group()
+"was not called before program exit".
+Cure: train in a function, so that the model is gone when it returns. Call gc.collect(), because DDP
+is part of a reference cycle and would keep the threads alive. Then call destroy_process_group(),
+which waits for the collectives.
 """
 
 import argparse
 import gc
-import os
-import socket
 import time
 from datetime import timedelta
 
-import torch._dynamo  # DDP loads it: once for all, before the processes are forked
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def work_and_leave(rank, address, destroy, let_go):
-    global model  # as in a script without functions
-    dist.init_process_group("gloo", address, timedelta(seconds=10), world_size=2, rank=rank)
+def broken(rank, port):
+    start(rank, port)
     model = DDP(torch.nn.Linear(10, 10))
+    train(model, rank)
+    # The mistake: the process ends without destroy_process_group().
+
+
+def broken_too(rank, port):
+    start(rank, port)
+    model = DDP(torch.nn.Linear(10, 10))
+    train(model, rank)
+    dist.destroy_process_group()  # the mistake: the model still holds the process group
+
+
+def fixed(rank, port):
+    start(rank, port)
+    make_and_train_model(rank)  # the cure: the model is gone when this returns
+    gc.collect()  # the cure: DDP's reference cycle as well
+    dist.destroy_process_group()
+
+
+def make_and_train_model(rank):
+    model = DDP(torch.nn.Linear(10, 10))
+    train(model, rank)
+
+
+def start(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+
+
+def train(model, rank):
+    model(torch.ones(1, 10)).sum().backward()
     for _ in range(500):
-        time.sleep(0.002 * rank)
+        time.sleep(0.002 * rank)  # rank 1 is slow
         dist.all_reduce(torch.ones(10), async_op=True)
-    if let_go:  # the mistake: to leave with the model alive
-        model = None
-        gc.collect()
-    if destroy:  # the mistake: to leave without
-        dist.destroy_process_group()
-    raise SystemExit
 
 
-def main(fixed):
-    for destroy in [True] if fixed else [False, True]:
-        aborted = 0
-        for _ in range(6):
-            with socket.create_server(("127.0.0.1", 0)) as probe:  # at a free port
-                address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-            for rank in (0, 1):
-                if os.fork() == 0:
-                    work_and_leave(rank, address, destroy, let_go=fixed)
-            codes = {os.waitstatus_to_exitcode(os.wait()[1]) for _ in (0, 1)}
-            assert codes <= ({0} if fixed else {0, -6}), codes
-            aborted += -6 in codes
-        what = "cured" if fixed else "symptom" if aborted else "a matter of chance, not this time"
-        print(f"{what}: {aborted} of 6 jobs aborted; destroy called: {destroy}", flush=True)
+def main(cure):
+    for worker in [fixed] if cure else [broken, broken_too]:
+        aborted, jobs = 0, 0
+        while jobs < (3 if cure else 20) and not aborted:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            try:
+                mp.spawn(worker, (store.port,), nprocs=2)
+            except mp.ProcessExitedException as error:
+                print(error)
+                aborted += error.signal_name == "SIGABRT"
+            jobs += 1
+        if bool(aborted) == cure:
+            raise RuntimeError(f"{worker.__name__}: {aborted} of {jobs} jobs aborted")
+        print(f"{'cured' if cure else 'symptom'}: {worker.__name__}(): {aborted} of {jobs} jobs"
+              " aborted", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
     python pitfalls/off_by_one_epoch.py
     python pitfalls/off_by_one_epoch.py --fixed
 
-You see a training of four epochs that stops after the third, and a second start that goes on from
-the snapshot: it trains epoch 3 again, and ends with other weights than a training without a stop.
-Recognise it: list the epochs that your log names, over all restarts (grep epoch *.log). One that
-comes twice, with the lower loss the second time, was trained twice. With a restart every hour and
-epochs of an hour, the job never ends: each start repeats what the last one had done.
+You see a training of four epochs that stops after the third one. A second start goes on from the
+snapshot. It trains epoch 3 again, and its weights differ from those of a training without a stop.
+
+Recognise it: list the epochs in your log, over all restarts (grep epoch *.log). An epoch that comes
+twice, with the lower loss the second time, was trained twice. If an epoch takes an hour and the job
+is restarted every hour, the job never ends: each start repeats what the one before has done.
 Cure: save the epoch to go on with, epoch + 1, under a name that says so: "next_epoch".
 """
 
@@ -18,38 +19,58 @@ import tempfile
 import torch
 
 
-def main(fixed):
+def broken(last_epoch, path):
+    model, optimizer, snapshot = load(path)
+    epochs = range(snapshot.get("epoch", 1), last_epoch + 1)
+    for epoch in epochs:
+        train(model, optimizer, epoch)
+        # The mistake: this epoch is done, and a resume starts with it.
+        torch.save({"model": model.state_dict(), "epoch": epoch}, path)
+    return list(epochs)
+
+
+def fixed(last_epoch, path):
+    model, optimizer, snapshot = load(path)
+    epochs = range(snapshot.get("next_epoch", 1), last_epoch + 1)
+    for epoch in epochs:
+        train(model, optimizer, epoch)
+        # The cure: the epoch that a resume starts with.
+        torch.save({"model": model.state_dict(), "next_epoch": epoch + 1}, path)
+    return list(epochs)
+
+
+def main(cure):
+    train_until = fixed if cure else broken
     with tempfile.TemporaryDirectory() as folder:
-        first = train_until(3, f"{folder}/stopped.pt", fixed)
-        second = train_until(4, f"{folder}/stopped.pt", fixed)
-        train_until(4, f"{folder}/whole.pt", fixed)
+        first = train_until(3, f"{folder}/stopped.pt")
+        second = train_until(4, f"{folder}/stopped.pt")
+        train_until(4, f"{folder}/whole.pt")
         stopped, whole = (torch.load(f"{folder}/{name}.pt") for name in ("stopped", "whole"))
     print(f"first start:  epochs {first}, then it stops\nsecond start: epochs {second}")
     difference = (stopped["model"]["weight"] - whole["model"]["weight"]).abs().max().item()
     trained = first + second
-    expected = [1, 2, 3, 4] if fixed else [1, 2, 3, 3, 4]
-    assert trained == expected and fixed == (difference == 0), "it turned out differently"
-    print(f"{'cured' if fixed else 'symptom'}: trained epochs {' '.join(map(str, trained))};"
+    if trained != ([1, 2, 3, 4] if cure else [1, 2, 3, 3, 4]) or cure != (difference == 0):
+        raise RuntimeError(f"epochs {trained}, weights off by {difference}")
+    print(f"{'cured' if cure else 'symptom'}: trained epochs {' '.join(map(str, trained))};"
           f" the weights are off by {difference:.2g}")
 
 
-def train_until(last_epoch, path, fixed):
-    """Go on from the snapshot at path, if there is one; return the epochs trained."""
+def load(path):
+    """Return a new model and its optimizer, and the snapshot at path, if there is one."""
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    snapshot = torch.load(path, weights_only=True) if os.path.exists(path) else {"epoch": 1}
-    if "model" in snapshot:
+    snapshot = torch.load(path) if os.path.exists(path) else {}
+    if snapshot:
         model.load_state_dict(snapshot["model"])
-    epochs = list(range(snapshot["epoch"], last_epoch + 1))
-    for epoch in epochs:
-        inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(epoch))
-        (model(inputs).squeeze(1) - inputs.sum(1)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        next_epoch = epoch + 1 if fixed else epoch  # the mistake: this epoch is done
-        torch.save({"model": model.state_dict(), "epoch": next_epoch}, path)
-    return epochs
+    return model, torch.optim.SGD(model.parameters(), lr=0.05), snapshot
+
+
+def train(model, optimizer, epoch):
+    """One epoch: a single step, with samples that depend on the epoch."""
+    inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(epoch))
+    optimizer.zero_grad()
+    (model(inputs).squeeze(1) - inputs.sum(1)).square().mean().backward()
+    optimizer.step()
 
 
 if __name__ == "__main__":

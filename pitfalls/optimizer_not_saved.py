@@ -1,14 +1,15 @@
-"""A snapshot without the optimizer: training goes on from the right place at the wrong speed.
+"""A snapshot without the optimizer: training goes on from the right weights at the wrong speed.
 
     python pitfalls/optimizer_not_saved.py
     python pitfalls/optimizer_not_saved.py --fixed
 
-You see three epochs without a break, then the third once more, from a snapshot made after the
-second. It begins with the right weights and ends with others: SGD has lost its momentum and must
-pick up speed again. (Adam would lose the mean and the scale that it keeps for every weight.)
-Recognise it: after each resume the loss falls more slowly for a while, or jumps. Nothing fails.
-Cure: save optimizer.state_dict() too (the scheduler's as well) and load it, on every rank: DDP
-gives all ranks rank 0's model, and takes no care of the optimizer.
+You see three epochs without a break. Then the third one is trained once more, from a snapshot made
+after the second. It begins with the right weights and ends with others: SGD has lost its momentum
+and must pick up speed again. (Adam would lose the two averages that it keeps for every weight.)
+
+Recognise it: nothing fails. After each resume the loss falls more slowly for a while, or jumps.
+Cure: save optimizer.state_dict() too, and that of the scheduler, and load them on every rank. DDP
+copies the model of rank 0 to all ranks when you wrap it, but not the optimizer.
 """
 
 import argparse
@@ -17,25 +18,36 @@ import tempfile
 import torch
 
 
-def main(fixed):
+def broken(model, optimizer, path):
+    torch.save({"model": model.state_dict()}, path)  # the mistake: the optimizer is missing
+    model, optimizer = new_start()  # as after a crash
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    return model, optimizer
+
+
+def fixed(model, optimizer, path):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    model, optimizer = new_start()  # as after a crash
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])  # the cure, with what is saved above
+    return model, optimizer
+
+
+def main(cure):
     model, optimizer = new_start()
     for epoch in (1, 2):
-        descend(model, optimizer, f"without a break: epoch {epoch}")
-    snapshot = {"model": model.state_dict(), "next_epoch": 3}  # the mistake: this is all
-    if fixed:
-        snapshot["optimizer"] = optimizer.state_dict()
+        train(model, optimizer, f"without a break: epoch {epoch}")
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(snapshot, f"{folder}/snapshot.pt")
-        snapshot = torch.load(f"{folder}/snapshot.pt", weights_only=True)
-    descend(model, optimizer, "without a break: epoch 3")
-    resumed, optimizer = new_start()
-    resumed.load_state_dict(snapshot["model"])
-    if fixed:
-        optimizer.load_state_dict(snapshot["optimizer"])
-    descend(resumed, optimizer, f"resumed:         epoch {snapshot['next_epoch']}")
+        save_and_resume = fixed if cure else broken
+        resumed, its_optimizer = save_and_resume(model, optimizer, f"{folder}/snapshot.pt")
+    train(model, optimizer, "without a break: epoch 3")
+    train(resumed, its_optimizer, "resumed:         epoch 3")
     difference = (resumed.weight - model.weight).abs().max().item()
-    assert fixed == (difference == 0), f"it turned out differently: {difference}"
-    print(f"{'cured' if fixed else 'symptom'}: after epoch 3 weights differ by {difference:.2g}")
+    if cure != (difference == 0):
+        raise RuntimeError(f"after epoch 3 weights differ by {difference}")
+    print(f"{'cured' if cure else 'symptom'}: after epoch 3 weights differ by {difference:.2g}")
 
 
 def new_start():
@@ -44,7 +56,8 @@ def new_start():
     return model, torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
-def descend(model, optimizer, name):
+def train(model, optimizer, name):
+    """One epoch: 20 steps, always with the same samples."""
     inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
     for _ in range(20):
         optimizer.zero_grad()

@@ -1,20 +1,34 @@
-"""torchrun killed with SIGKILL: its workers live on, and nobody is left to end them.
+"""torchrun killed with SIGKILL: its workers live on, and nothing is left to end them.
 
     python pitfalls/orphans.py
     python pitfalls/orphans.py --fixed
 
-You see two workers that report twice a second, and torchrun killed, as by the out-of-memory killer.
-Recognise it: no job runs, and nvidia-smi shows memory in use, a port is taken, or snapshots change.
-In "ps -o pid,ppid,args -u $USER" workers have another parent: 1, or a service. End them by pid.
-Cure: each worker ends once its parent is another. Stop a job with SIGTERM (plain kill) to torchrun.
+You see two workers (the processes that torchrun starts) that report twice a second. Then torchrun
+is killed with SIGKILL, as the out-of-memory killer does.
+
+Recognise it: no job is running, yet nvidia-smi shows memory in use, a port is taken, or snapshots
+change. "ps -o pid,ppid,args -u $USER" shows workers that have another parent: process 1, or a
+service. End them by their pids.
+Cure: each worker ends itself when its parent is gone. To stop a job, send SIGTERM to torchrun
+(plain "kill"): it then ends its workers.
 """
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+
+
+def broken():
+    report_for_a_minute()  # the mistake: nothing ends this worker when torchrun cannot
+
+
+def fixed():
+    exit_with_launcher()  # the cure
+    report_for_a_minute()
 
 
 def exit_with_launcher():
@@ -29,32 +43,37 @@ def exit_with_launcher():
     threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
 
-def report_for_a_minute(fixed):
-    if fixed:  # the mistake: a worker that does without
-        exit_with_launcher()
+def report_for_a_minute():
     for step in range(120):
         print(f"worker {os.getpid()} of parent {os.getppid()}: step {step}\n", end="", flush=True)
         time.sleep(0.5)
 
 
-def main(fixed):
+def main(cure):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = subprocess.Popen([*torchrun, *sys.argv], stdout=subprocess.PIPE, text=True)
-    pids, after = set(), 0
-    for line in job.stdout:  # this ends when nobody is left who could print
+    pids, reports = set(), 0  # of the workers; how many there were without torchrun
+    for line in job.stdout:  # ends when no process is left that could print
         print(line, end="")
         pids.add(int(line.split()[1]))
-        after += job.returncode is not None
-        if len(pids) == 2 and after == 0:
-            job.kill()
+        reports += job.returncode is not None
+        if len(pids) == 2 and job.returncode is None:
+            job.kill()  # SIGKILL
             print(f"torchrun killed: exit status {job.wait()}")
-        for pid in pids if after == 12 else ():
-            os.kill(pid, 9)  # SIGKILL
-    assert len(pids) == 2 and fixed == (after < 12), f"{after} reports from {pids}"
-    print(f"{'cured' if fixed else 'symptom'}: the workers reported {after} times without torchrun")
+        if reports == 12:  # enough: end the orphans by their pids
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+    if len(pids) != 2 or cure != (reports < 12):
+        raise RuntimeError(f"{reports} reports from {pids}")
+    outcome = "cured" if cure else "symptom"
+    print(f"{outcome}: the workers reported {reports} times without torchrun")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    (report_for_a_minute if "RANK" in os.environ else main)(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if "RANK" in os.environ:  # this process is a worker
+        (fixed if args.fixed else broken)()
+    else:
+        main(args.fixed)

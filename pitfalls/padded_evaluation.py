@@ -3,14 +3,15 @@
     torchrun --standalone --nproc-per-node=4 pitfalls/padded_evaluation.py
     torchrun --standalone --nproc-per-node=4 pitfalls/padded_evaluation.py --fixed
 
-You see which of ten test images each of four ranks counts. DistributedSampler gives every rank as
-many: it repeats images to fill up (with drop_last=True it leaves some out). Without that the shares
-differ in size, and a mean of means gives an image of a small share more weight. Either habit alone
-gives another figure than one process gets.
+You see which of ten test images each of four ranks counts. DistributedSampler gives all ranks the
+same number of images: it repeats some (or leaves some out, with drop_last=True). Without it, the
+shares differ in size. A mean of the ranks' means then gives an image in a small share more weight.
+Each of the two mistakes alone changes the accuracy.
 
-Recognise it: nothing fails. The accuracy (or loss) of one and the same checkpoint changes with the
-number of ranks; the more ranks and the fewer images, the more.
-Cure: strided shares without padding, sums all-reduced, then one division by the number of images.
+Recognise it: nothing fails. The accuracy (or loss) of one checkpoint changes with the number of
+ranks. The effect is large with few images and many ranks.
+Cure: give each rank every world_size-th image, without padding. All-reduce the sums, then divide
+once by the number of images.
 """
 
 import argparse
@@ -22,26 +23,41 @@ import torch
 import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
-RIGHT = torch.tensor([1, 1, 0, 1, 0, 1, 1, 0, 1, 0.0])  # 1: the model is right on that image
+RIGHT = torch.tensor([1, 1, 0, 1, 0, 1, 1, 0, 1, 0.0])  # 1: the model is right about that image
 
 
-def main(fixed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    padded, strided = DistributedSampler(RIGHT, shuffle=False), range(rank, len(RIGHT), world_size)
-    found = []
-    for share in [strided] if fixed else [padded, strided]:  # the mistake: padded
-        right = RIGHT[list(share)]
-        log(f"images {list(share)}: {right.sum():g} of {len(right)} right", every_rank=True)
-        value = right.sum() if fixed else right.mean()  # the mistake: mean() of unequal shares
-        dist.all_reduce(value)
-        found.append(f"{value / (len(RIGHT) if fixed else world_size):.4f}")
-    expected = f"{RIGHT.mean():.4f}"  # one process, all images
-    if (expected in found) != fixed:
-        raise RuntimeError(f"accuracy {found}; of one process: {expected}")
-    ways = [" by sums"] if fixed else [" padded", " as a mean of means"]
-    found = ", ".join(figure + way for figure, way in zip(found, ways, strict=True))
-    log(f"{'cured' if fixed else 'symptom'}: accuracy {found}; one process: {expected}")
+def broken():
+    share = list(DistributedSampler(RIGHT, shuffle=False))  # the mistake: two images come twice
+    accuracy = RIGHT[share].mean()
+    dist.all_reduce(accuracy)
+    return share, accuracy / dist.get_world_size()
+
+
+def broken_too():
+    share = list(range(dist.get_rank(), len(RIGHT), dist.get_world_size()))
+    accuracy = RIGHT[share].mean()  # the mistake: a mean of 3 images on two ranks, of 2 on two
+    dist.all_reduce(accuracy)
+    return share, accuracy / dist.get_world_size()
+
+
+def fixed():
+    share = list(range(dist.get_rank(), len(RIGHT), dist.get_world_size()))
+    right = RIGHT[share].sum()  # the cure: add up first ...
+    dist.all_reduce(right)
+    return share, right / len(RIGHT)  # ... and divide once
+
+
+def main(cure):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    functions = {"by sums": fixed} if cure else {"padded": broken, "as a mean of means": broken_too}
+    expected, found = f"{RIGHT.mean():.4f}", []  # expected: one process, all images
+    for name, evaluate_share in functions.items():
+        share, accuracy = evaluate_share()
+        log(f"images {share}: {RIGHT[share].sum():g} of {len(share)} right", every_rank=True)
+        if (f"{accuracy:.4f}" == expected) != cure:
+            raise RuntimeError(f"accuracy {accuracy:.4f} {name}; one process: {expected}")
+        found.append(f"{accuracy:.4f} {name}")
+    log(f"{'cured' if cure else 'symptom'}: accuracy {', '.join(found)}; one process: {expected}")
     dist.destroy_process_group()
 
 
@@ -53,8 +69,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if os.environ.get("WORLD_SIZE") != "4":
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "4":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
+    main(args.fixed)

@@ -3,48 +3,57 @@
     python pitfalls/rank_never_arrives.py
     python pitfalls/rank_never_arrives.py --fixed
 
-You see 2 processes of a world of 3. Both wait for rank 2 until the timeout: 5 seconds here, 30
-minutes with Gloo by default. The key in the error ends with the rank that is missing.
+You see two processes of a job that should have three. Both wait for rank 2 until the timeout, which
+is 5 seconds here. The default is 30 minutes with Gloo.
 
-Recognise it: nothing happens after the start. Where rank 0 opens the store itself (MASTER_PORT, no
-torchrun), it reports "Timed out after 6 seconds waiting for clients. 2/3 clients joined." and the
-others name rank 0, which did come. Who is missing shows when each rank first leaves a key, as here.
-Cure: start as many processes as world_size says: torchrun does both from one number. A rank that
+Recognise it: the job starts, and then nothing happens. If rank 0 opens the store itself (with
+MASTER_PORT, without torchrun), rank 0 reports "Timed out after 6 seconds waiting for clients. 2/3
+clients joined." The others then name rank 0, which did come. To see who is missing, let each rank
+first leave a key in the store, as here.
+Cure: start as many processes as world_size says. torchrun takes both from one number. A rank that
 died before it came, in an import, say, has its own error further up, or on its own machine.
 """
 
 import argparse
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD_SIZE, TIMEOUT = 3, timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=5)
 
 
-def worker(rank, port):
+def broken(port):
+    mp.spawn(worker, (3, port), nprocs=2)  # the mistake: world_size is 3, and nprocs is 2
+
+
+def fixed(port):
+    world_size = 3
+    mp.spawn(worker, (world_size, port), nprocs=world_size)  # the cure: one number for both
+
+
+def worker(rank, world_size, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    store.set(f"rank {rank}", socket.gethostname())
+    store.set(f"rank {rank}", "is here")
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT)
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     except dist.DistStoreError as error:
-        print(f"[rank {rank}/{WORLD_SIZE}] {error}\n", end="", flush=True)
-        return store.add("gave up", 1)
-    dist.barrier()
-    dist.destroy_process_group()
+        print(f"[rank {rank}/{world_size}] {error}\n", end="", flush=True)
+        store.add("gave up", 1)
+    else:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def main(fixed):
+def main(cure):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = WORLD_SIZE if fixed else WORLD_SIZE - 1  # the mistake: one fewer
-    mp.spawn(worker, (store.port,), nprocs=started)
-    missing = [rank for rank in range(WORLD_SIZE) if not store.check([f"rank {rank}"])]
+    (fixed if cure else broken)(store.port)
+    missing = [rank for rank in range(3) if not store.check([f"rank {rank}"])]
     gave_up = store.add("gave up", 0)
-    if (missing, gave_up) != (([], 0) if fixed else ([2], 2)):
+    if (missing, gave_up) != (([], 0) if cure else ([2], 2)):
         raise RuntimeError(f"missing: {missing}, gave up: {gave_up}")
-    print(f"{'cured' if fixed else 'symptom'}: {started} of {WORLD_SIZE} processes started,"
+    print(f"{'cured' if cure else 'symptom'}: {3 - len(missing)} of 3 processes started,"
           f" {gave_up} gave up; missing ranks: {missing}")
 
 

@@ -1,16 +1,18 @@
-"""A pause on one rank that is longer than the timeout: the others die, though nothing is broken.
+"""A pause on one rank that is longer than the timeout: the others fail, though nothing is broken.
 
     torchrun --standalone --nproc-per-node=2 pitfalls/slow_rank.py
     torchrun --standalone --nproc-per-node=2 pitfalls/slow_rank.py --fixed
 
-You see rank 1 pause for 5 seconds, to save or to fetch data, while rank 0 waits in an all_reduce.
-The timeout is 3 seconds here, 10 (NCCL) to 30 minutes (Gloo) by default: rank 0 gives up.
+You see rank 1 pause for 5 seconds, as it may to save or to fetch data. Rank 0 waits for it in an
+all_reduce. The timeout is 3 seconds here (by default 10 minutes with NCCL, 30 with Gloo), so rank 0
+gives up.
 
-Recognise it: a timeout where one rank has more to do: validating, saving, downloading. The rank
-that waited reports it; the slow one, back again, says "Connection closed by peer".
-Cure: wait for the pause in a Gloo group (under NCCL, too) with a longer timeout of its own. Gloo's
-monitored_barrier also names who is late for that ("Rank 1 failed to pass monitoredBarrier in 10000
-ms"). Set the timeout twice: rank 0 goes by the barrier's, the other ranks by the group's.
+Recognise it: a timeout where one rank has more to do: it validates, saves or downloads. The rank
+that waited reports the timeout. The slow one then says "Connection closed by peer".
+Cure: wait for the slow rank in a group of its own, with a longer timeout and the Gloo backend (also
+beside NCCL). Gloo's monitored_barrier also names the rank that does not come in time: "Rank 1
+failed to pass monitoredBarrier in 10000 ms". Set the timeout twice: rank 0 uses that of the
+barrier, the other ranks use that of the group.
 """
 
 import argparse
@@ -23,25 +25,40 @@ import torch
 import torch.distributed as dist
 
 
-def main(fixed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
-    start, ranks = time.monotonic(), torch.tensor(1)
+def broken(ranks):
     if dist.get_rank() == 1:
-        time.sleep(5)
-        log("back from a pause of 5 s", every_rank=True)
-    if fixed:  # the mistake: without this, the next collective waits for the pause
-        dist.monitored_barrier(patient, timeout=timedelta(seconds=10))
+        work_for_5_seconds()
+    dist.all_reduce(ranks)  # the mistake: the timeout of 3 seconds holds for the pause, too
+
+
+def fixed(ranks):
+    longer = timedelta(seconds=30)
+    patient = dist.new_group(backend="gloo", timeout=longer)  # the cure; all ranks make the group
+    if dist.get_rank() == 1:
+        work_for_5_seconds()
+    dist.monitored_barrier(patient, timeout=longer)  # the cure: wait for the pause here
+    dist.all_reduce(ranks)
+
+
+def work_for_5_seconds():
+    time.sleep(5)
+    log("back from a pause of 5 s", every_rank=True)
+
+
+def main(cure):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    ranks = torch.tensor(1)
     try:
-        dist.all_reduce(ranks)
+        (fixed if cure else broken)(ranks)
     except RuntimeError as error:
-        if fixed:
+        if cure:
             raise
         reason = str(error).rpartition("] ")[2].partition(". ")[0]
-        return log(f"symptom: all_reduce failed: {reason}", every_rank=True)
-    if not fixed:
-        raise RuntimeError("rank 0 has waited longer than its timeout")
-    log(f"cured: all_reduce over {ranks} ranks, {time.monotonic() - start:.0f} s after the start")
+        log(f"symptom: all_reduce failed: {reason}", every_rank=True)
+        return
+    if not cure or ranks != 2:
+        raise RuntimeError(f"all_reduce over {ranks} ranks, and rank 0 did not give up")
+    log(f"cured: all_reduce over {ranks} ranks, after a pause that is longer than the timeout")
     dist.destroy_process_group()
 
 
@@ -53,8 +70,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

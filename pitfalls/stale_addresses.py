@@ -3,13 +3,17 @@
     python pitfalls/stale_addresses.py
     python pitfalls/stale_addresses.py --fixed
 
-You see 4 jobs, in a minute or two, in each of which rank 1 is killed once. One restart should do.
-But torchrun keeps one store for all attempts: a rank that looks up the other before it has left its
-new address there finds the old one, cannot connect, and the attempt is lost.
+You see jobs in which rank 1 is killed once. One restart should be enough. But torchrun keeps one
+store for all attempts, with the addresses that the ranks of the first attempt left there. A rank
+that looks up the other one before that has left its new address finds the old one. It cannot
+connect, and the attempt fails. This is a matter of chance: jobs start until one needs more than one
+restart, which can take a minute or two.
+
 Recognise it: after a restart "Gloo connectFullMesh failed ... Connection refused" or "Connect
-timeout", restarts used up at once, or a hang in init_process_group.
-Cure: on one machine a prefix for each attempt. On several, where the attempts' numbers can differ,
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment: each attempt gets a new store.
+timeout"; all restarts used up at once; or a job that hangs in init_process_group.
+Cure on one machine: a prefix in the store for each attempt. On several machines, whose attempts can
+have different numbers: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
+Each attempt then gets a new store.
 """
 
 import argparse
@@ -23,37 +27,49 @@ import torch
 import torch.distributed as dist
 
 
-def meet_and_die(fixed):
-    attempt, timeout = os.environ["TORCHELASTIC_RESTART_COUNT"], timedelta(seconds=3)
-    print(f"attempt {attempt}\n", end="", flush=True)
+def broken(timeout):
+    dist.init_process_group("gloo", timeout=timeout)  # the mistake: no prefix for the attempt
+
+
+def fixed(timeout):
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    if fixed:  # the mistake: to do without, as init_process_group() does by itself
-        store = dist.PrefixStore(f"attempt {attempt}", store)
+    store = dist.PrefixStore(f"attempt {attempt}", store)  # the cure: the dead used another prefix
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def worker(meet):
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print(f"attempt {attempt}\n", end="", flush=True)
+    meet(timedelta(seconds=3))
     dist.all_reduce(torch.ones(1))
-    if attempt == "0" and rank == 1:
+    if attempt == "0" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main(fixed):
+def main(cure):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command, clean = [*torchrun, "--max-restarts=3", *sys.argv], 0
-    for number in range(1, 5):
+    clean, jobs = 0, 0
+    while clean == jobs < (4 if cure else 20):
+        command = [*torchrun, "--max-restarts=3", *sys.argv]
         job = subprocess.run(command, check=False, capture_output=True, text=True)
+        jobs += 1
         restarts, lost = max(job.stdout.split()[1::2]), job.stderr.count("connectFullMesh failed")
-        print(f"job {number}: exit status {job.returncode}, restarts {restarts}, "
-              f"{lost} lines 'Gloo connectFullMesh failed'", flush=True)
+        print(f"job {jobs}: exit status {job.returncode}, restarts {restarts},"
+              f" {lost} lines 'Gloo connectFullMesh failed'", flush=True)
         clean += (job.returncode, restarts) == (0, "1")
-    assert clean == 4 or not fixed, f"only {clean} of 4 jobs needed one restart"
-    if fixed or clean < 4:
-        print(f"{'cured' if fixed else 'symptom'}: {clean} of 4 jobs went on after one restart")
-    else:
-        print("no symptom this time, all jobs went on after one restart: it is a matter of chance")
+    if cure != (clean == jobs):
+        raise RuntimeError(f"{clean} of {jobs} jobs went on after one restart")
+    print(f"{'cured' if cure else 'symptom'}: {clean} of {jobs} jobs went on after one restart")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    (meet_and_die if "RANK" in os.environ else main)(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if "RANK" in os.environ:  # torchrun has started this process
+        worker(fixed if args.fixed else broken)
+    else:
+        main(args.fixed)

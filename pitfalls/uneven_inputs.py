@@ -3,10 +3,13 @@
     torchrun --standalone --nproc-per-node=2 pitfalls/uneven_inputs.py
     torchrun --standalone --nproc-per-node=2 pitfalls/uneven_inputs.py --fixed
 
-You see rank 0, with 5 batches, wait in its 4th backward() for rank 1, which had 3.
-Recognise it: a hang at the end of an epoch; py-spy dump --pid PID shows some ranks in backward().
-Cure: Join: a rank that has finished adds zeros to the mean. Or equal shares: DistributedSampler
-repeats samples, or leaves some out (drop_last=True).
+You see rank 0 train on 5 batches, and rank 1 on 3. Each backward() averages the gradients over both
+ranks. In its 4th one, rank 0 waits for rank 1, which has left the loop.
+
+Recognise it: a hang at the end of an epoch. "py-spy dump --pid PID" shows some ranks in backward().
+Cure: run the loop in "with Join([model])". A rank that has finished then adds zeros to the mean
+until all have finished. Or give all ranks the same number of batches: DistributedSampler repeats
+some samples for that, or leaves some out (drop_last=True).
 """
 
 import argparse
@@ -19,28 +22,54 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def main(fixed):
+def broken(model, optimizer, batches):
+    for step, batch in enumerate(batches, start=1):  # the mistake: more steps on one of the ranks
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+        log(f"step {step} done", every_rank=True)
+
+
+def fixed(model, optimizer, batches):
+    with Join([model]):  # the cure
+        for step, batch in enumerate(batches, start=1):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+            log(f"step {step} done", every_rank=True)
+
+
+def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer, trained = torch.optim.SGD(model.parameters(), lr=0.1), 0
+    train(cure)
+    gc.collect()  # otherwise what is left of DDP can abort the process at its exit
+    dist.destroy_process_group()
+
+
+def train(cure):
+    model = DDP(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.rand([5, 3][dist.get_rank()], 8, 4)
     try:
-        with Join([model], enable=fixed):  # the mistake: no Join, or one that is off, as here
-            for batch in torch.rand(5 - 2 * dist.get_rank(), 8, 4):
-                optimizer.zero_grad()
-                model(batch).mean().backward()
-                optimizer.step()
-                trained += 1
+        (fixed if cure else broken)(model, optimizer, batches)
     except RuntimeError as error:
-        return log(f"symptom: step {trained + 1} failed: {str(error).rpartition('] ')[2]}")
-    log(f"trained on {trained} batches", every_rank=True)
-    if not fixed and dist.get_rank() == 1:
-        return time.sleep(5)  # busy elsewhere: it saves, say
-    ranks = [None, None]
-    dist.all_gather_object(ranks, (trained, model.module.weight.tolist()))
-    assert ranks[0][1] == ranks[1][1] and ranks[1][0] == 3, ranks
-    log(f"cured: {ranks[0][0]} + {ranks[1][0]} batches trained on, replicas identical")
+        if cure:
+            raise
+        log(f"symptom: backward() failed: {str(error).rpartition('] ')[2]}")
+        return
+    if cure:
+        weights = [None, None]
+        dist.all_gather_object(weights, model.module.weight.tolist())
+        if weights[0] != weights[1]:
+            raise RuntimeError(f"the weights differ: {weights}")
+        log("cured: both ranks have trained on all their batches; replicas identical")
+    elif dist.get_rank() == 0:
+        raise RuntimeError("rank 0 did not wait")
+    else:
+        time.sleep(5)  # rank 1 is busy: it evaluates, say
 
 
 def log(message, every_rank=False):
@@ -51,10 +80,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
-    gc.collect()  # without it torch can abort at exit: DDP's threads would outlive Python
-    dist.destroy_process_group()
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

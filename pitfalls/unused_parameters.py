@@ -3,14 +3,15 @@
     torchrun --standalone --nproc-per-node=2 pitfalls/unused_parameters.py
     torchrun --standalone --nproc-per-node=2 pitfalls/unused_parameters.py --fixed
 
-You see a model with a layer that its forward pass leaves out, like a head for another task or a
-branch not taken. DDP averages gradients by the bucket (some MB), once all in it have come. Here one
-never comes, and backward() ends without a word: each rank is left with its own gradients.
+You see a model with a layer that its forward pass leaves out, like a head for another task. DDP
+averages gradients in buckets (groups of some MB), when all gradients of a bucket have come. Here
+one never comes. backward() ends without an error, and each rank has its own gradients.
 
-Recognise it: "Expected to have finished reduction in the prior iteration", with the numbers of the
-parameters, or their names with TORCH_DISTRIBUTED_DEBUG=INFO in front; after the last step nothing.
-Cure: find_unused_parameters=True, at the price of a walk through the graph in each step. Cheaper:
-no idle layers, or 0 * self.idle(x).sum() added to what forward() returns.
+Recognise it: the next step fails with "Expected to have finished reduction in the prior iteration"
+and the numbers of the parameters (their names, with TORCH_DISTRIBUTED_DEBUG=INFO in front of the
+command). If the last step of a job leaves a layer out, nothing fails.
+Cure: find_unused_parameters=True. It costs a walk through the graph in each step. Cheaper: have no
+idle layers, or add 0 * self.idle(x).sum() to what forward() returns.
 """
 
 import argparse
@@ -24,22 +25,47 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def main(fixed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-    layer = torch.nn.Linear(1, 1)
-    layer.idle = torch.nn.Linear(1, 1)  # has parameters, and takes no part in layer(x)
-    model = DDP(layer, find_unused_parameters=fixed)  # the mistake: False, as by default
+class HalfUsed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.used(x)  # self.idle takes no part
+
+
+def broken():
+    return DDP(HalfUsed())  # the mistake: DDP waits for gradients that do not come
+
+
+def fixed():
+    return DDP(HalfUsed(), find_unused_parameters=True)  # the cure
+
+
+def main(cure):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    train((fixed if cure else broken)(), cure)
+    gc.collect()  # otherwise what is left of DDP can abort the process at its exit
+    dist.destroy_process_group()
+
+
+def train(model, cure):
     for step in (1, 2):
         model.zero_grad()
         try:
             model(torch.tensor([[1.0 + dist.get_rank()]])).backward()
         except RuntimeError as error:
+            if cure or step == 1:
+                raise
             which = str(error).partition("rank 0: ")[2].partition("\n")[0]
-            return log(f"symptom: step 2: {str(error).partition(' bef')[0]} (parameters {which})")
-        gradient = layer.weight.grad.item()  # 1 from rank 0, 2 from rank 1
+            log(f"symptom: step 2: {str(error).partition(' bef')[0]} (parameters {which})")
+            return
+        gradient = model.module.used.weight.grad.item()  # 1 from rank 0, 2 from rank 1
         log(f"step {step}: gradient {gradient}", every_rank=True)
-        if (gradient == 1.5) != fixed or (step == 2 and not fixed):
+        if (gradient == 1.5) != cure:
             raise RuntimeError("this is neither the symptom nor the cure")
+    if not cure:
+        raise RuntimeError("step 2 did not fail")
     log("cured: the gradients 1 and 2 averaged to 1.5 in both steps")
 
 
@@ -51,10 +77,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
-    gc.collect()  # without it torch can abort at exit: DDP's threads would outlive Python
-    dist.destroy_process_group()
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

@@ -3,12 +3,13 @@
     torchrun --standalone --nproc-per-node=2 pitfalls/wrapper_not_kept.py
     torchrun --standalone --nproc-per-node=2 pitfalls/wrapper_not_kept.py --fixed
 
-You see a gradient of 1 on rank 0 and of 3 on rank 1, whose mean is 2. What averages them belongs to
-the DDP object: when nothing refers to that any more as backward() is called, nobody does it.
+You see a gradient of 1 on rank 0 and of 3 on rank 1; their mean is 2. What averages the gradients
+belongs to the DDP object. If no variable holds that object when backward() runs, Python has already
+deleted it, and nothing averages them.
 
-Recognise it: nothing fails, and the replicas drift apart: compare the weights of the ranks after a
-step, as the scripts here do at their end. A function that wraps the model, and returns the model
-instead of the wrapper, does the same.
+Recognise it: nothing fails, and the weights of the ranks drift apart. Compare them after a step, as
+the scripts of this collection do at their end. A function that wraps the model and returns the
+model instead of the wrapper makes the same mistake.
 Cure: keep the wrapper in a variable for as long as you train.
 """
 
@@ -23,26 +24,29 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def main(fixed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
-    gradients = [None, None]
-    dist.all_gather_object(gradients, gradient_of_one_step(fixed))
-    if gradients != ([2, 2] if fixed else [1, 3]):
-        raise RuntimeError(f"gradients {gradients}")
-    log(f"{'cured' if fixed else 'symptom'}: gradients {gradients} on the two ranks; mean 2")
-    gc.collect()  # else what is left of DDP can abort the process at its exit
-    dist.destroy_process_group()
-
-
-def gradient_of_one_step(fixed):
-    layer = torch.nn.Linear(1, 1, bias=False)
-    images = torch.tensor([[1.0 + 2 * dist.get_rank()]])
-    model = DDP(layer)
-    output = model(images)
-    if not fixed:
-        del model  # the mistake: as at the end of DDP(layer)(images), or of a function
+def broken(layer, images):
+    output = DDP(layer)(images)  # the mistake: the wrapper is gone after this line
     output.sum().backward()
-    return layer.weight.grad.item()
+
+
+def fixed(layer, images):
+    model = DDP(layer)  # the cure: a variable holds the wrapper
+    output = model(images)
+    output.sum().backward()
+
+
+def main(cure):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    layer = torch.nn.Linear(1, 1, bias=False)
+    images = torch.tensor([[1.0 + 2 * dist.get_rank()]])  # 1 on rank 0, 3 on rank 1
+    (fixed if cure else broken)(layer, images)
+    gradients = [None, None]
+    dist.all_gather_object(gradients, layer.weight.grad.item())
+    if gradients != ([2, 2] if cure else [1, 3]):
+        raise RuntimeError(f"gradients {gradients}")
+    log(f"{'cured' if cure else 'symptom'}: gradients {gradients} on the two ranks; mean 2")
+    gc.collect()  # otherwise what is left of DDP can abort the process at its exit
+    dist.destroy_process_group()
 
 
 def log(message, every_rank=False):
@@ -53,8 +57,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if os.environ.get("WORLD_SIZE") != "2":
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

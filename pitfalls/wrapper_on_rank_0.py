@@ -1,16 +1,17 @@
-"""Calling the DDP wrapper on rank 0 alone: its forward pass broadcasts, and nobody takes part.
+"""The DDP wrapper called on rank 0 alone: its forward pass broadcasts, and no rank takes part.
 
     torchrun --standalone --nproc-per-node=2 pitfalls/wrapper_on_rank_0.py
     torchrun --standalone --nproc-per-node=2 pitfalls/wrapper_on_rank_0.py --fixed
 
-You see rank 0 evaluate while rank 1 waits in a barrier. It goes well with a model that has no
-buffers. BatchNorm has (its running mean), and with buffers each model(x) first broadcasts those of
-rank 0, also after eval() and under no_grad(): rank 0 waits there until the timeout.
+You see rank 0 evaluate a model while rank 1 waits in a barrier. This works for a model without
+buffers (tensors of a model that are not trained). BatchNorm has some, its running mean for one.
+With buffers, each model(x) first broadcasts those of rank 0, also after eval() and under no_grad().
+Rank 0 waits there until the timeout.
 
-Recognise it: the evaluation hangs since there is a BatchNorm; py-spy dump --pid PID shows rank 0 in
-_sync_buffers. If rank 1 trains on meanwhile, its next forward pass takes that broadcast, and all
-later calls meet wrong ones.
-Cure: model.module(x), the model without DDP. Or let every rank evaluate a share.
+Recognise it: the evaluation hangs since the model has a BatchNorm. "py-spy dump --pid PID" shows
+rank 0 in _sync_buffers. If rank 1 goes on training meanwhile, its next forward pass takes part in
+that broadcast, and all later collectives meet the wrong ones.
+Cure: call model.module(x), the model without DDP. Or let every rank evaluate a share.
 """
 
 import argparse
@@ -21,24 +22,44 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def main(fixed):
+def broken(model, images):
+    model.eval()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(images)  # the mistake: the wrapper's forward pass
+    dist.barrier()
+
+
+def fixed(model, images):
+    model.eval()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.module(images)  # the cure: the model's own forward pass
+    dist.barrier()
+
+
+def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    evaluate_two_models(cure)
+    gc.collect()  # otherwise what is left of DDP can abort the process at its exit
+    dist.destroy_process_group()
+
+
+def evaluate_two_models(cure):
     for layer in (torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)):
-        model = torch.nn.parallel.DistributedDataParallel(layer).eval()
+        name = type(layer).__name__
         try:
-            if dist.get_rank() == 0:
-                with torch.no_grad():
-                    (model.module if fixed else model)(torch.ones(2, 4))  # the mistake: model
-                log(f"{type(layer).__name__}: rank 0 has evaluated alone")
-            dist.barrier()
+            (fixed if cure else broken)(DDP(layer), torch.ones(2, 4))
         except RuntimeError as error:
-            if fixed:
+            if cure or name == "Linear":
                 raise
-            reason = str(error).rpartition("] ")[2]
-            return log(f"symptom: {type(layer).__name__}: model(x) failed: {reason}")
-    if not fixed:
+            log(f"symptom: {name}: model(x) failed: {str(error).rpartition('] ')[2]}")
+            return
+        log(f"{name}: rank 0 has evaluated alone")
+    if not cure:
         raise RuntimeError("rank 0 did not wait")
     log("cured: rank 0 has evaluated both alone, and both ranks have passed the barriers")
 
@@ -51,10 +72,9 @@ def log(message, every_rank=False):
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true", help="show the cure")
-    main(parser.parse_args().fixed)
-    gc.collect()  # without it torch can abort at exit: DDP's threads would outlive Python
-    dist.destroy_process_group()
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    main(args.fixed)

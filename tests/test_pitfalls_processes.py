@@ -3,16 +3,8 @@
 import re
 
 import pytest
-from support import PYTHON, ROOT, fork, run
-from test_pitfalls_hangs import show
-
-
-def alone(name, cwd, *arguments):
-    """Run a pitfall of one process; return its lines."""
-    result = fork(f"pitfalls/{name}.py", *arguments, cwd=cwd)
-    assert result.status == 0, result.output
-    assert not list(cwd.iterdir()), "files left in the reader's folder"
-    return result.output.splitlines()
+from pitfall_runs import both, last_line, show_alone
+from support import PYTHON, ROOT, fork_ranks, run
 
 
 def launch(name, cwd, *arguments):
@@ -23,88 +15,95 @@ def launch(name, cwd, *arguments):
 
 
 def test_optimizer_not_saved(tmp_path):
-    last = alone("optimizer_not_saved", tmp_path)[-1]
-    found = re.fullmatch(r"symptom: after epoch 3 weights differ by (0\.\d+)", last)
+    broken, fixed = both("optimizer_not_saved", tmp_path, run=show_alone)
+    found = re.fullmatch(r"symptom: after epoch 3 weights differ by (0\.\d+)", broken[-1])
     assert float(found[1]) > 0.01
-    fixed = alone("optimizer_not_saved", tmp_path, "--fixed")
     assert fixed[-1] == "cured: after epoch 3 weights differ by 0"
     losses = [line.rpartition(" ")[2] for line in fixed[:4]]
     assert losses[2] == losses[3] != losses[1]
 
 
 def test_off_by_one_epoch(tmp_path):
-    last = alone("off_by_one_epoch", tmp_path)[-1]
-    assert re.fullmatch(r"symptom: trained epochs 1 2 3 3 4; the weights are off by 0\.\d+", last)
-    last = alone("off_by_one_epoch", tmp_path, "--fixed")[-1]
-    assert last == "cured: trained epochs 1 2 3 4; the weights are off by 0"
+    broken, fixed = both("off_by_one_epoch", tmp_path, run=show_alone)
+    symptom = r"symptom: trained epochs 1 2 3 3 4; the weights are off by 0\.\d+"
+    assert re.fullmatch(symptom, broken[-1])
+    assert fixed[-1] == "cured: trained epochs 1 2 3 4; the weights are off by 0"
 
 
 def test_snapshot_in_place(tmp_path):
-    broken = alone("snapshot_in_place", tmp_path)
-    assert broken[1].startswith("epoch 2: exit -9, file of 100000 bytes")
+    broken, fixed = both("snapshot_in_place", tmp_path, run=show_alone)
+    assert broken[1] == "epoch 2: exit -25, file of 100000 bytes"
     assert broken[-1].endswith("failed reading zip archive: failed finding central directory")
-    fixed = alone("snapshot_in_place", tmp_path, "--fixed")
-    assert fixed[1].startswith("epoch 2: exit -9, ")
+    whole = re.fullmatch(r"epoch 1: exit 0, (file of \d+ bytes)", fixed[0])[1]
+    assert fixed[1] == f"epoch 2: exit -25, {whole}"
     assert fixed[-1] == "cured: the snapshot of epoch 1 is still there"
 
 
 def test_every_rank_saves(tmp_path):
-    last = show("every_rank_saves", tmp_path).lines(0)[-1]
-    counts = re.fullmatch(
-        r"symptom: 10 snapshots: {'whole': (\d), 'mixed': (\d), 'unreadable': (\d)}", last
-    )
-    whole, mixed, unreadable = map(int, counts.groups())
-    assert whole + mixed + unreadable == 10 and mixed + unreadable > 0
-    last = show("every_rank_saves", tmp_path, "--fixed").lines(0)[-1]
-    assert last == "cured: 10 snapshots: {'whole': 10, 'mixed': 0, 'unreadable': 0}"
+    broken, fixed = both("every_rank_saves", tmp_path)
+    assert re.fullmatch(r"symptom: snapshot \d+ is (mixed|unreadable)", broken.lines(0)[-1])
+    assert fixed.lines() == ["cured: 10 snapshots, all of them whole"]
 
 
 def test_download_by_all(tmp_path):
-    last = show("download_by_all", tmp_path).lines(0)[-1]
-    sizes = re.fullmatch(r"symptom: of 600000 bytes the ranks have read \[(\d+), (\d+)\]", last)
-    assert int(sizes[1]) == 600_000 and 0 < int(sizes[2]) < 600_000
-    last = show("download_by_all", tmp_path, "--fixed").lines(0)[-1]
-    assert last == "cured: of 600000 bytes the ranks have read [600000, 600000]"
+    broken, fixed = both("download_by_all", tmp_path)
+    pattern = r"symptom: of 600000 bytes the ranks have read \[(\d+), (\d+)\]"
+    first, second = last_line(broken, pattern)
+    assert first == 600_000 and 0 < second < 600_000
+    assert fixed.lines(0) == ["cured: of 600000 bytes the ranks have read [600000, 600000]"]
+
+
+def test_stale_addresses_cured(tmp_path):
+    """One restart is enough; here with a store for all attempts, as torchrun has it."""
+    result = fork_ranks("pitfalls/stale_addresses.py", "--fixed", cwd=tmp_path, max_restarts=3)
+    assert (result.status, result.attempts) == (0, 2), result.output
+    attempts = [line for line in result.output.splitlines() if line.startswith("attempt ")]
+    assert sorted(attempts) == [*["attempt 0"] * 2, *["attempt 1"] * 2], result.output
+
+
+def test_no_destroy_cured(tmp_path):
+    """Forked processes skip the end of the interpreter: test_pitfalls.py has it with real ones."""
+    assert show_alone("no_destroy", tmp_path, "--fixed") == ["cured: fixed(): 0 of 3 jobs aborted"]
+
+
+def check_orphans(lines, reports, outcome):
+    """The workers have reported so often after the end of torchrun, and had another parent then."""
+    worker = r"worker (\d+) of parent (\d+): step \d+"
+    last = rf"{outcome}: the workers reported {reports} times without torchrun"
+    assert re.fullmatch(last, lines[-1]), lines
+    end = lines.index("torchrun killed: exit status -9")
+    seen, later = (
+        [found.groups() for line in part if (found := re.fullmatch(worker, line))]
+        for part in (lines[:end], lines[end:])
+    )
+    pids, [torchrun] = {pid for pid, _ in seen}, {parent for _, parent in seen}
+    orphans = {pid for pid, parent in later if parent != torchrun}
+    assert len(pids) == 2 and orphans <= pids and (orphans == pids or outcome == "cured")
+
+
+def test_orphans_cured(tmp_path):
+    check_orphans(launch("orphans", tmp_path, "--fixed"), r"\d", "cured")
 
 
 @pytest.mark.long
 def test_orphans(tmp_path):
-    worker = r"worker (\d+) of parent (\d+): step \d+"
-    for arguments, reports, outcome in ([], r"1\d", "symptom"), (["--fixed"], r"\d", "cured"):
-        lines = launch("orphans", tmp_path, *arguments)
-        last = rf"{outcome}: the workers reported {reports} times without torchrun"
-        assert re.fullmatch(last, lines[-1]), lines
-        end = lines.index("torchrun killed: exit status -9")
-        seen, later = (
-            [found.groups() for line in part if (found := re.fullmatch(worker, line))]
-            for part in (lines[:end], lines[end:])
-        )
-        pids, [torchrun] = {pid for pid, _ in seen}, {parent for _, parent in seen}
-        orphans = {pid for pid, parent in later if parent != torchrun}
-        assert len(pids) == 2 and orphans <= pids and (orphans == pids or outcome == "cured")
+    check_orphans(launch("orphans", tmp_path), r"1\d", "symptom")
 
 
 @pytest.mark.long
 def test_stale_addresses(tmp_path):
-    job = r"job \d: exit status (\d), restarts (\d), (\d+) lines 'Gloo connectFullMesh failed'"
-    lines = launch("stale_addresses", tmp_path)
-    clean = [re.fullmatch(job, line).group(1, 2) for line in lines[:4]].count(("0", "1"))
-    symptom = f"symptom: {clean} of 4 jobs went on after one restart"
-    assert lines[4] == symptom or clean == 4 and lines[4].startswith("no symptom this time"), lines
-    lines = launch("stale_addresses", tmp_path, "--fixed")
-    assert [re.fullmatch(job, line).groups() for line in lines[:4]] == [("0", "1", "0")] * 4
-    assert lines[4:] == ["cured: 4 of 4 jobs went on after one restart"]
+    job = r"job \d+: exit status (\d), restarts (\d), (\d+) lines 'Gloo connectFullMesh failed'"
+    *jobs, last = launch("stale_addresses", tmp_path)
+    found = [re.fullmatch(job, line).group(1, 2) for line in jobs]
+    clean = len(jobs) - 1
+    assert found[:-1] == [("0", "1")] * clean and found[-1] != ("0", "1"), jobs
+    assert last == f"symptom: {clean} of {len(jobs)} jobs went on after one restart"
 
 
 @pytest.mark.long
 def test_no_destroy(tmp_path):
     lines = launch("no_destroy", tmp_path)
-    chance = "symptom|a matter of chance, not this time"
-    summary = rf"({chance}): (\d) of 6 jobs aborted; destroy called: (False|True)"
-    found = [match for line in lines if (match := re.fullmatch(summary, line))]
-    assert [match[3] for match in found] == ["False", "True"], lines
-    assert all((match[1] == "symptom") == (match[2] != "0") for match in found), lines
-    aborts = lines.count("terminate called without an active exception")
-    assert aborts == sum(int(match[2]) for match in found), lines
-    lines = launch("no_destroy", tmp_path, "--fixed")
-    assert lines == ["cured: 0 of 6 jobs aborted; destroy called: True"]
+    summary = r"symptom: (broken|broken_too)\(\): 1 of \d+ jobs aborted"
+    found = [match[1] for line in lines if (match := re.fullmatch(summary, line))]
+    assert found == ["broken", "broken_too"], lines
+    assert lines.count("terminate called without an active exception") >= 2, lines

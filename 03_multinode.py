@@ -19,8 +19,8 @@ The job begins with a map. On two machines with two GPUs each:
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
 With --nnodes=1:2 --max-restarts=3, machines (nodes) may come and go: the job goes on with those
-that are there, from their newest snapshot. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
-environment for that. Before a long job, run launch/check_machines.py on each machine.
+that are there. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment for that.
+Before a long job, run launch/check_machines.py on each machine.
 New here: global and local rank (main, show_map), the same data on all machines (check_data), the
 newest snapshot of any machine (take_newest), machines that leave (train), a job that is torn in two
 (save_if_ours, save); helpers explain, shares_store, name_the_stopped, version, stop, parse_args.
@@ -91,8 +91,8 @@ def main():
     except Exception as error:  # names, store and connections raise different types
         stop(explain(error), status=1)
 
-    # New in 03: a map of the job. If a rank stops, the others say which, after the timeout.
     show_map(device)
+    # New in 03: if a rank stops, the others say which, after the timeout.
     try:
         finished = train(device, args)  # steps 3, 4 and 5
     except RuntimeError as error:
@@ -163,7 +163,6 @@ def train(device, args):
     # Inside loss.backward(), it then collects gradients in buckets of some MB, and replaces each
     # bucket by its mean over all ranks as soon as it is full. So all ranks take the same step.
     model = DDP(model, gradient_as_bucket_view=True)
-    # One pass without a step, so that a resumed run adds up gradients in the same order.
     settle_buckets(model, next(iter(loader))[0].to(device))
 
     # New in 03: SIGTERM asks this process to leave. Slurm sends it at the time limit, torchrun when
@@ -277,9 +276,8 @@ def settle_buckets(model, images):
 # New in 03: when a network is cut, two halves of a job may train on (split brain).
 def save_if_ours(state, path, known):
     """Save, unless another job has written path since this one did; return the new version."""
-    # On a shared disk, the half that saves second finds a file that it does not know, and stops.
-    # Two gaps remain: the moment between this look and the move, and the seconds for which a
-    # network disk may show an old state.
+    # On a shared disk, the half that saves second finds a file that it does not know, and stops. (A
+    # gap remains: both may look at the same moment, or a network disk shows an old state.)
     if version(path) not in (known, None):  # None: somebody has moved it away
         stop(f"another job, or a lost part of this one, has written {path} meanwhile: its file"
              " stays. End one of the two, or give it another --snapshot-path", status=1)

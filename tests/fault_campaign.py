@@ -2,8 +2,9 @@
 
     python tests/fault_campaign.py --rounds 100
 
-A round draws a script (02 or 03), a number of ranks, a victim (a rank, the launcher torchrun, or
-the whole job), a moment and a signal; the seed of the draw is printed. The job runs under torchrun
+A round has a script (02 or 03), a number of ranks, a victim (a rank, the launcher torchrun, or the
+whole job), a moment and a signal. First come the rounds of DESIGN, in which each of them occurs,
+then so many that are drawn at random; the seed of the draw is printed. The job runs under torchrun
 with --max-restarts=3, and is started again if torchrun itself gives up or was killed. Then:
 - the snapshot loads, and its epoch is not older than the last one that was announced as saved;
 - no other file is left, and no process;
@@ -15,6 +16,7 @@ the script calls, so that the signal is sent at exactly that moment, and then ru
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -31,6 +33,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 EPOCHS = 4
 SCRIPTS = {"02": "02_torchrun_elastic.py", "03": "03_multinode.py"}
@@ -56,6 +59,17 @@ class Plan:
     signal: str
     seconds: float  # for "torchrun starts", which has no ranks yet: after how long
 
+    def __str__(self):
+        return (f"{self.script}  {self.world_size} ranks  {self.signal:<7}  {self.victim:<8}"
+                f"  {self.moment}")  # fmt: skip
+
+    @classmethod
+    def make(cls, moment, signal, victim, script, world_size, count=1, save_every=1):
+        """A round of the design; count: at which time at the moment."""
+        saving = moment in ("writing", "before the move", "after the move")  # rank 0 alone saves
+        actor = int(victim[-1]) if victim.startswith("rank") else 0 if saving else world_size - 1
+        return cls(script, world_size, save_every, victim, actor, moment, count, signal, 1.0)
+
     @classmethod
     def draw(cls, seed):
         """The plan of a seed."""
@@ -73,6 +87,26 @@ class Plan:
                    count, rng.choice(SIGNALS), rng.uniform(0, 2.5))  # fmt: skip
 
 
+# Every moment, every signal with every kind of victim, both scripts, both numbers of ranks.
+DESIGN = [Plan.make(*row) for row in (
+    ("torchrun starts", "SIGKILL", "launcher", "02", 2),
+    ("torchrun starts", "SIGINT", "job", "03", 2),
+    ("rank starts", "SIGTERM", "job", "02", 2),
+    ("resuming", "SIGKILL", "rank 1", "03", 2),
+    ("resuming", "SIGINT", "launcher", "02", 2),
+    ("step", "SIGKILL", "rank 0", "02", 3, 40),
+    ("step", "SIGTERM", "launcher", "03", 2, 21),
+    ("evaluation", "SIGINT", "job", "02", 3, 2),
+    ("evaluation", "SIGKILL", "rank 1", "03", 3, 3, 2),
+    ("writing", "SIGKILL", "job", "02", 2, 2),
+    ("writing", "SIGTERM", "rank 0", "03", 2, 3),
+    ("before the move", "SIGINT", "rank 0", "03", 2, 2),
+    ("after the move", "SIGKILL", "launcher", "02", 3, 1, 2),
+    ("the end", "SIGTERM", "rank 1", "02", 2),
+    ("the end", "SIGINT", "launcher", "03", 3),
+)]  # fmt: skip
+
+
 # ---- In each worker: torchrun runs this file, and this file runs the script ----
 
 
@@ -82,11 +116,13 @@ def strike(plan, folder):
         os.close(os.open(folder / "struck", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return  # the moment has come again, in a later attempt
-    pids = {}
-    while len(pids) < plan.world_size:  # they have all been started by now
+    pids, deadline = {}, time.monotonic() + 60
+    while len(pids) < plan.world_size:  # torchrun has started them all by now
         for rank in range(plan.world_size):
             with contextlib.suppress(OSError, ValueError):
                 pids[f"rank {rank}"] = int((folder / f"pid{rank}").read_text())
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"fault_campaign.py: of the ranks, only {sorted(pids)} have come")
         time.sleep(0.01)
     own = pids.pop(f"rank {os.environ['RANK']}")
     order = {"launcher": [os.getppid()], "job": [os.getppid(), *pids.values(), own]}
@@ -107,14 +143,26 @@ def run_worker(plan, folder, script, arguments):
 
 
 def change(plan, folder, names):
-    """Have the signal sent at the plan's moment; names are the script's own globals."""
+    """Have the signal sent at the plan's moment; names are the script's own globals.
+
+    This relies on the scripts' functions log, pick_device, resume and check_replicas, on their
+    class Net, and on what they call of Python and torch: os.replace and torch.save(state, file) in
+    rank 0's save, a torch optimizer, and no gradients in the evaluation alone. A function that is
+    missing ends the worker with a KeyError; a call that is never made, the round: "the moment never
+    came".
+    """
     calls = Counter()
 
-    def before(function, condition=lambda *args: True):
+    def count_up(*_):
+        """The moment has come once more."""
+        calls[plan.moment] += 1
+        if calls[plan.moment] == plan.count:
+            strike(plan, folder)
+
+    def before(function, condition=lambda: True):
         def call(*args, **kwargs):
-            calls["before"] += condition(*args)
-            if condition(*args) and calls["before"] == plan.count:
-                strike(plan, folder)
+            if condition():
+                count_up()
             return function(*args, **kwargs)
 
         return call
@@ -125,42 +173,30 @@ def change(plan, folder, names):
         content = whole.getvalue()
         file.write(content[: len(content) // 2])
         file.flush()
-        calls["save"] += 1
-        if calls["save"] == plan.count:
-            strike(plan, folder)
+        count_up()
         file.write(content[len(content) // 2 :])
 
     def replace_first(source, target):
         original_replace(source, target)
-        calls["replace"] += 1
-        if calls["replace"] == plan.count:
-            strike(plan, folder)
+        count_up()
 
-    def training(net, images):
-        # (The one image of settle_buckets is no step.)
-        return net.training and len(images) > 1
-
-    def testing(net, images):
-        return not net.training and len(images) > 1
-
-    original_save, original_replace, net = torch.save, os.replace, names["Net"]
-    if plan.moment == "rank starts":
-        names["pick_device"] = before(names["pick_device"])
-    elif plan.moment == "resuming":
-        name = "resume" if "resume" in names else "resume_newest"
+    original_save, original_replace = torch.save, os.replace
+    if name := {"rank starts": "pick_device", "resuming": "resume",
+                "the end": "check_replicas"}.get(plan.moment):  # fmt: skip
         names[name] = before(names[name])
-    elif plan.moment == "step":
-        net.forward = before(net.forward, training)
+    elif plan.moment == "step":  # (settle_buckets makes none)
+        register_optimizer_step_pre_hook(count_up)
     elif plan.moment == "evaluation":
-        net.forward = before(net.forward, testing)
+        net = names["Net"]
+        net.forward = before(net.forward, lambda: not torch.is_grad_enabled())
     elif plan.moment == "writing":
         torch.save = write_in_halves
     elif plan.moment == "before the move":
         os.replace = before(os.replace)
     elif plan.moment == "after the move":
         os.replace = replace_first
-    elif plan.moment == "the end":
-        names["fingerprint"] = before(names["fingerprint"])
+    elif plan.moment != "torchrun starts":  # that one, play() sees to
+        raise ValueError(f"no such moment: {plan.moment}")
 
 
 # ---- The campaign ----
@@ -177,7 +213,7 @@ def command(plan, folder, data_dir):
 
 def play(plan, folder, data_dir, whole):
     """Play one round in folder; return (starts, what was printed). Raises AssertionError."""
-    from support import assert_nothing_left, end, family, start
+    from support import assert_nothing_left, end, family, start, tensors
 
     output = ""
     for starts in range(1, 5):
@@ -201,7 +237,8 @@ def play(plan, folder, data_dir, whole):
     assert job.returncode == 0, f"not done after {starts} starts:\n{output}"
     struck = plan.moment == "torchrun starts" or (folder / "struck").exists()
     assert struck, f"the moment never came:\n{output}"
-    left = {path.name for path in folder.iterdir() if not re.match(r"struck|pid\d|\.", path.name)}
+    left = {path.name for path in folder.iterdir()
+            if not re.match(r"struck|pid\d|.*\.lock$", path.name)}  # fmt: skip
     assert left == {"snapshot.pt"}, left
     found = torch.load(folder / "snapshot.pt", weights_only=True)
     pairs = list(zip(tensors(found), tensors(whole), strict=True))
@@ -220,19 +257,13 @@ def check_snapshot(path, output):
         assert snapshot["next_epoch"] > max(announced, default=0), output
 
 
-def tensors(tree):
-    """All tensors in a snapshot, in order."""
-    if isinstance(tree, dict):
-        return [tensor for value in tree.values() for tensor in tensors(value)]
-    return [tree] if isinstance(tree, torch.Tensor) else []
-
-
 def repeated_epochs(output):
     """How many epochs rank 0 has reported twice: the work that the strike has cost."""
     reported = Counter(re.findall(r"^\[rank 0/\d\] epoch +(\d+)/", output, re.MULTILINE))
     return sum(count - 1 for count in reported.values())
 
 
+@functools.cache
 def whole_run(script, world_size, data_dir):
     """The last snapshot of an uninterrupted run."""
     from support import fork_ranks
@@ -244,24 +275,28 @@ def whole_run(script, world_size, data_dir):
         return torch.load(f"{folder}/snapshot.pt", weights_only=True)
 
 
-def campaign(rounds, seed, data_dir):
-    """Play the rounds, printing a line for each; return [(plan, starts, repeated epochs)]."""
-    wholes, played = {}, []
+def one_round(plan, data_dir):
+    """Play a round in a folder of its own; return (starts, repeated epochs)."""
+    whole = whole_run(plan.script, plan.world_size, data_dir)
     # A shell starts what it runs in the background with SIGINT ignored, and torchrun inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in range(rounds):
-        plan = Plan.draw(f"{seed}/{number}")
-        key = plan.script, plan.world_size
-        if key not in wholes:
-            wholes[key] = whole_run(*key, data_dir)
-        with tempfile.TemporaryDirectory() as folder:
-            begin = time.monotonic()
-            starts, output = play(plan, pathlib.Path(folder), data_dir, wholes[key])
-        repeated = repeated_epochs(output)
-        assert repeated <= plan.save_every, output
+    with tempfile.TemporaryDirectory() as folder:
+        starts, output = play(plan, pathlib.Path(folder), data_dir, whole)
+    repeated = repeated_epochs(output)
+    assert repeated <= plan.save_every, output
+    return starts, repeated
+
+
+def campaign(plans, data_dir):
+    """Play the rounds, printing a line for each; return [(plan, starts, repeated epochs)]."""
+    if not plans:
+        raise ValueError("a campaign of no rounds shows nothing")
+    played = []
+    for number, plan in enumerate(plans):
+        begin = time.monotonic()
+        starts, repeated = one_round(plan, data_dir)
         played.append((plan, starts, repeated))
-        print(f"{number:>3}  {plan.script}  {plan.world_size} ranks  {plan.signal:<7}"
-              f"  {plan.victim:<8}  {plan.moment:<15}  {starts} starts, {repeated} epochs repeated,"
+        print(f"{number:>3}  {plan!s:<56}  {starts} starts, {repeated} epochs repeated,"
               f" {time.monotonic() - begin:4.0f} s", flush=True)  # fmt: skip
     return played
 
@@ -281,13 +316,18 @@ def main():
         plan, folder, script, *arguments = sys.argv[2:]
         return run_worker(Plan(**json.loads(plan)), pathlib.Path(folder), script, arguments)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seed", default="0")
+    parser.add_argument("--rounds", type=int, default=10, help="at random, after those of DESIGN")
+    parser.add_argument("--seed", default=str(random.randrange(10**6)), help="drawn if not given")
     args = parser.parse_args()
+    if args.rounds < 1:
+        print("fault_campaign.py: error: --rounds: give 1 or more", file=sys.stderr)
+        sys.exit(2)
     from support import write_digits
 
+    print(f"{len(DESIGN)} rounds of the design, then {args.rounds} drawn with --seed {args.seed}")
+    drawn = [Plan.draw(f"{args.seed}/{number}") for number in range(args.rounds)]
     with tempfile.TemporaryDirectory() as folder:
-        report(campaign(args.rounds, args.seed, write_digits(pathlib.Path(folder))))
+        report(campaign([*DESIGN, *drawn], write_digits(pathlib.Path(folder))))
 
 
 if __name__ == "__main__":

@@ -243,17 +243,22 @@ def start(*command, cwd, env=None):
 
 def read_until(process, pattern, timeout=90):
     """Read what a process prints, up to the first line that matches; return all of it."""
-    deadline = threading.Timer(timeout, end, [process])  # after which the loop finds the end
-    deadline.start()
-    output = ""
+    too_long = threading.Event()
+
+    def give_up():
+        too_long.set()
+        end(process)  # so that the loop below comes to an end
+
+    timer, output = threading.Timer(timeout, give_up), ""
+    timer.start()
     try:
         for line in process.stdout:
             output += line
             if re.search(pattern, line):
                 return output
     finally:
-        deadline.cancel()
-    how = "ended" if deadline.is_alive() else f"was ended after {timeout} s,"
+        timer.cancel()
+    how = f"was ended after {timeout} s," if too_long.is_set() else "ended"
     raise AssertionError(f"the process {how} without {pattern!r}:\n{output}")
 
 

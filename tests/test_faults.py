@@ -1,20 +1,21 @@
 """What befalls a job: kills at any moment, bad disks, hangs, a second job, whoever connects."""
 
 import ast
+import contextlib
 import os
 import pathlib
 import re
+import shlex
 import signal
-import socket
-import struct
 import subprocess
 import threading
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from fault_campaign import campaign, tensors
+from fault_campaign import DESIGN, MOMENTS, SIGNALS, campaign, one_round
 from lab import Lab
 from support import (
     PYTHON,
@@ -26,7 +27,12 @@ from support import (
     files,
     fork,
     fork_ranks,
+    listening,
+    read_until,
     start,
+    tensors,
+    variant,
+    wait_until,
 )
 
 SCRIPT = "02_torchrun_elastic.py"
@@ -36,8 +42,28 @@ WAITED = "[rank 0/2] waited in vain for rank 1: it has stopped, or is slower tha
 
 
 @pytest.mark.long
-def test_many_kills_lose_nothing(mnist_dir, rounds):
-    assert len(campaign(rounds, "many", mnist_dir)) == rounds
+@pytest.mark.parametrize("plan", DESIGN, ids=str)
+def test_kills_at_every_moment_lose_nothing(mnist_dir, plan):
+    one_round(plan, mnist_dir)
+
+
+def test_the_design_covers_every_moment_and_signal():
+    def times(name):
+        return Counter(getattr(plan, name) for plan in DESIGN)
+
+    assert set(times("moment")) == set(MOMENTS)
+    assert set(times("signal")) == set(SIGNALS) and min(times("signal").values()) >= 3
+    assert set(times("script")) == {"02", "03"} and set(times("world_size")) == {2, 3}
+    assert {"launcher", "job", "rank 0", "rank 1"} <= set(times("victim"))
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_a_campaign_of_no_rounds_is_a_wrong_call(tmp_path, rounds):
+    result = fork(ROOT / "tests/fault_campaign.py", f"--rounds={rounds}", cwd=tmp_path)
+    assert result.status == 2 and result.error() == "--rounds: give 1 or more"
+    assert len(result.output.splitlines()) == 1
+    with pytest.raises(ValueError):
+        campaign([], tmp_path)
 
 
 @pytest.mark.long
@@ -46,9 +72,7 @@ def test_workers_end_when_torchrun_is_killed(tmp_path, mnist_dir, script):
     job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / script, 500, 500,
                 "--data-dir", mnist_dir, cwd=tmp_path)  # fmt: skip
     try:
-        for line in job.stdout:
-            if re.search("epoch +1/500", line):
-                break
+        read_until(job, "epoch +1/500")
         assert len(family(job)) >= 2
         job.kill()
         job.wait()
@@ -135,19 +159,15 @@ def test_a_folder_that_becomes_read_only(tmp_path, mnist_dir):
 # ---- Hangs become errors ----
 
 
-def impatient(folder, old="", new=""):
-    """Copy 02 with a timeout of 3 seconds, and one line changed; return the path."""
-    text = (ROOT / SCRIPT).read_text()
-    for a, b in (("TIMEOUT = timedelta(minutes=2)", "TIMEOUT = timedelta(seconds=3)"), (old, new)):
-        assert not a or text.count(a) == 1
-        text = text.replace(a, b) if a else text
-    (folder / SCRIPT).write_text(text)
-    return folder / SCRIPT
+def impatient(folder, changes):
+    """Copy 02 with a timeout of 3 seconds, and other changes; return the path."""
+    timeout = {"TIMEOUT = timedelta(minutes=2)": "TIMEOUT = timedelta(seconds=3)"}
+    return variant(folder, SCRIPT, timeout | changes)
 
 
 def test_a_rank_that_never_arrives_is_named(tmp_path, mnist_dir):
     line = "    check_path(args.snapshot_path)\n"
-    script = impatient(tmp_path, line, line + "    local_rank and time.sleep(3600)\n")
+    script = impatient(tmp_path, {line: line + "    local_rank and time.sleep(3600)\n"})
     result = fork_ranks(script, 1, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 1 and WAITED in result.output, result.output
 
@@ -156,8 +176,8 @@ def test_a_rank_that_never_arrives_is_named(tmp_path, mnist_dir):
 def test_a_rank_that_stops_is_named(tmp_path, mnist_dir):
     line = "        loss.backward()\n"
     stop = "        dist.get_rank() and os.kill(os.getpid(), signal.SIGSTOP)\n"
-    result = fork_ranks(impatient(tmp_path, line, line + stop), 1, "--data-dir", mnist_dir,
-                        cwd=tmp_path)  # fmt: skip
+    script = impatient(tmp_path, {line: line + stop})
+    result = fork_ranks(script, 1, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 1 and WAITED in result.output, result.output
 
 
@@ -165,19 +185,31 @@ def test_a_rank_that_stops_is_named(tmp_path, mnist_dir):
 def test_ranks_that_wait_for_each_other_are_told_so(tmp_path, mnist_dir):
     line = "        accuracy = evaluate("
     receive = "        rank or dist.recv(torch.zeros(1), src=1)\n"
-    script = impatient(tmp_path, line, receive + line)
+    script = impatient(tmp_path, {line: receive + line})
     result = fork_ranks(script, 1, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 1, result.output
     assert "/2] waited in vain for others, which wait elsewhere: compare" in result.output
 
 
 def pause_while_saving():
-    """Called in a child: the first save takes 5 seconds longer, in which the process is stopped."""
-    replace = os.replace
+    """Called in a child: the first save takes 5 seconds longer, in which the process is stopped.
+
+    A helper sees to it that the process has stopped, writes down the state in which it still is
+    after the 5 seconds, into the file "paused", and lets it go on.
+    """
+    replace, status = os.replace, f"/proc/{os.getpid()}/status"
+    helper = f"""
+        for i in $(seq 100); do
+            grep -q "^State:.T" {status} && break
+            sleep 0.1
+        done
+        sleep 5
+        grep "^State:" {status} >paused
+        kill -CONT {os.getpid()}"""
 
     def pause_and_replace(source, target):
         if not os.path.exists(target):
-            subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", helper])
             os.kill(os.getpid(), signal.SIGSTOP)
         replace(source, target)
 
@@ -193,8 +225,10 @@ def test_a_slow_rank_is_waited_for(tmp_path, mnist_dir):
         folder.mkdir()
         result = fork_ranks(SCRIPT, *arguments, cwd=folder, before=before)
         assert result.status == 0 and result.attempts == 1, result.output
+        assert result.saved() == [1, 2]
         weights.append(result.lines(0)[-1])
-    assert weights[0] == weights[1]
+    assert (folder / "paused").read_text() == "State:\tT (stopped)\n"
+    assert "sha256" in weights[0] and weights[0] == weights[1]
 
 
 @pytest.mark.long
@@ -205,13 +239,8 @@ def test_a_hang_ends_after_the_time_that_02_states(tmp_path, mnist_dir):
     job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, 500, 500,
                 "--data-dir", mnist_dir, cwd=tmp_path)  # fmt: skip
     try:
-        output = ""
-        for line in job.stdout:
-            output += line
-            if re.search("epoch +1/500", line):
-                pid = int(re.search(r"local rank 1, pid (\d+)", output)[1])
-                os.kill(pid, signal.SIGSTOP)
-                break
+        output = read_until(job, "epoch +1/500")
+        os.kill(int(re.search(r"local rank 1, pid (\d+)", output)[1]), signal.SIGSTOP)
         output += job.communicate(timeout=240)[0]
         assert job.returncode == 1 and WAITED in output, output
         assert_nothing_left(job)
@@ -228,8 +257,7 @@ def wait_before_the_first_save(go):
 
     def wait_and_replace(source, target):
         pathlib.Path("saving").touch()
-        while not os.path.exists(go):
-            time.sleep(0.05)
+        wait_until(lambda: os.path.exists(go), f"no file {go}")
         replace(source, target)
 
     os.replace = wait_and_replace
@@ -249,9 +277,8 @@ def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path, mnist_dir, scr
     thread = threading.Thread(target=first)
     thread.start()
     try:
-        while not (tmp_path / "saving").exists():
-            assert thread.is_alive(), results
-            time.sleep(0.05)
+        wait_until(lambda: (tmp_path / "saving").exists() or results, "no save")
+        assert not results, results
         second = fork_ranks(script, *arguments, cwd=tmp_path)
         assert second.status == 1, second.output
         assert "another job is running with snapshot.pt: end it, or choose" in second.error()
@@ -311,49 +338,58 @@ def test_old_temporary_files_go_and_young_ones_stay(tmp_path, mnist_dir):
 # ---- Trust ----
 
 
-def listening(pid):
-    """The IPv4 or IPv6 addresses at which a process accepts connections."""
-    sockets = set()
-    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-        if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
-            sockets.add(match[1])
-    addresses = []
-    for table in ("tcp", "tcp6"):
-        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and inode in sockets:  # LISTEN
-                words = [int(local[i : i + 8], 16) for i in range(0, len(local.split(":")[0]), 8)]
-                kind = socket.AF_INET if table == "tcp" else socket.AF_INET6
-                addresses.append(socket.inet_ntop(kind, struct.pack(f"={len(words)}I", *words)))
-    return addresses
+def all_addresses(job):
+    """{command line: addresses} of the processes of a job that accept connections, to its end.
+
+    All but torchrun itself, which listens everywhere: README.md says so.
+    """
+    found = {}
+    while job.process.poll() is None:
+        for pid, command in family(job.process, itself=True).items():
+            if "torchrun" not in [os.path.basename(word) for word in command.split()]:
+                with contextlib.suppress(OSError):  # it has just ended
+                    if addresses := {address for address, _ in listening(pid)}:
+                        found.setdefault(f"{pid} {command}", set()).update(addresses)
+        time.sleep(0.02)
+    return found
+
+
+LOOPBACK = {
+    "01": ("python", 1),
+    "02": ("torchrun", 1),
+    "04": ("torchrun", "--only", "groups"),
+    "05": ("python",),
+    "06": ("torchrun", 1),
+}
+# On one machine the ranks use torchrun's store; in the lab, rank 0 would have one of its own.
+TORCHRUN_ALONE = "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0 torchrun --standalone --nproc-per-node=2"
+
+
+def addresses_in_the_lab(tmp_path, script, launcher, *arguments):
+    """all_addresses of a script, on a machine whose name stands for an address in a network."""
+    words = shlex.split(TORCHRUN_ALONE) if launcher == "torchrun" else [launcher]
+    with Lab(tmp_path, 1) as lab:
+        job = lab.start("node1", *words, script, *arguments)
+        found = all_addresses(job)
+        assert job.result().status == 0, job.output()
+    return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "number, arguments",
-    [("01", [1]), ("04", ["--only", "groups"]), ("05", [])],  # 02 and 06 do as 04 does
-)
-def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number, arguments):
-    """On a machine whose name stands for an address in a network, where Gloo would listen."""
+@pytest.mark.parametrize("number", LOOPBACK)
+def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number):
+    """Where Gloo would listen at the address in the network, and a store at all of them."""
     [script] = ROOT.glob(f"{number}_*.py")
-    share = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0"  # as on one machine, not as in the lab
-    torchrun = ("env", share, "torchrun", "--standalone", "--nproc-per-node=2")
-    launcher = ("python",) if number in ("01", "05") else torchrun
-    found = {}
-    with Lab(tmp_path, 1) as lab:
-        job = lab.start("node1", *launcher, script, *arguments)
-        while job.process.poll() is None:
-            for pid, command in family(job.process).items():
-                try:
-                    # All but torchrun itself, which listens everywhere: README.md says so.
-                    if f"-u {script} " in command or "multiprocessing" in command:
-                        found.setdefault(pid, set()).update(listening(pid))
-                except OSError:
-                    continue  # it has just ended
-            time.sleep(0.02)
-        assert job.result().status == 0, job.output()
-    addresses = set().union(*found.values())
-    assert addresses == {"127.0.0.1"} and len(found) >= 2, found
+    found = addresses_in_the_lab(tmp_path, script, *LOOPBACK[number])
+    assert set().union(*found.values()) == {"127.0.0.1"} and len(found) >= 2, found
+
+
+@pytest.mark.long
+def test_a_store_of_the_parent_on_all_addresses_is_seen(tmp_path):
+    script, line = "01_single_node_multi_gpu.py", "    args = parse_args()\n"
+    store = "    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+    copy = variant(tmp_path, script, {line: line + store.replace("store =", "open_store =")})
+    assert {"::"} <= set().union(*addresses_in_the_lab(tmp_path, copy, "python", 1).values())
 
 
 def test_no_pickle_is_loaded_from_disk():

@@ -99,7 +99,7 @@ def difference(one, other):
 
 def digest(result):
     """The checksum of the weights with which a run ended, as it printed it."""
-    return re.search(r"sha256 (?:of weights )?(\w{12})\b", result.output)[1]
+    return re.search(r"sha256 (\w{12})$", result.output, re.MULTILINE)[1]
 
 
 def wait_until(condition, what, timeout=90, pause=0.05):
@@ -144,7 +144,7 @@ def listening(pid):
 
 
 def files(folder):
-    """The names of what a run has left in folder, hidden locks apart, in order."""
+    """The names of what a run has left in folder, locks apart, in order."""
     return sorted(name for name in os.listdir(folder) if not name.endswith(".lock"))
 
 
@@ -319,11 +319,12 @@ def fork(script, *arguments, cwd, timeout=60, before=None, env=None):
 
 
 def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
-    """Call worker(rank, world_size, port, args) of a script in forked processes, like mp.spawn."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """Call worker(rank, world_size, meeting_point, args) in forked processes, like mp.spawn."""
     args = argparse.Namespace(**args)
-    workers = [(rank, world_size, store.port, args) for rank in range(world_size)]
-    return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting_point = f"file://{folder}/meet"
+        workers = [(rank, world_size, meeting_point, args) for rank in range(world_size)]
+        return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
 
 
 def fork_ranks(

@@ -86,8 +86,7 @@ def test_a_finished_run_trains_nothing_again(tmp_path, mnist_dir):
         result = train(tmp_path, total, 1, "--data-dir", mnist_dir)
         assert result.status == 0, result.output
         assert result.epochs() == {}
-        line = next(line for line in result.lines(0) if line.startswith("nothing left to train"))
-        assert line.endswith(f" 2 epochs behind it, accuracy {first.epochs()[2][1]:.4f}")
+        assert any(line.startswith("nothing left to train") for line in result.lines(0))
         assert digest(result) == digest(first)
         assert (tmp_path / "snapshot.pt").read_bytes() == before
 
@@ -122,7 +121,7 @@ def test_the_accuracy_counts_every_test_image_once(tmp_path, mnist_dir, world_si
 
 def test_every_epoch_and_rank_draws_its_own_images(tmp_path, mnist_dir):
     result = train(tmp_path, 3, 3, "--data-dir", mnist_dir, before=record_draws)
-    draws = result.draws()
+    draws = {key: items for key, items in result.draws().items() if key[1] > 0}  # 0: settling
     assert sorted(draws) == [(rank, epoch) for rank in (0, 1) for epoch in (1, 2, 3)]
     assert {len(set(items)) for items in draws.values()} == {512}
     assert len({tuple(items) for items in draws.values()}) == 6, "a shuffle was repeated"
@@ -134,14 +133,7 @@ def test_another_world_size_goes_on_from_the_snapshot(tmp_path, mnist_dir):
     train(tmp_path, 1, 1, "--data-dir", mnist_dir, world_size=2)
     result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, world_size=3)
     assert result.status == 0 and list(result.epochs()) == [2], result.output
-    assert "note: batch size was 64 before, and is 63 now" in result.lines(0)
-
-
-def test_another_data_set_is_pointed_out(tmp_path, mnist_dir):
-    train(tmp_path, 1, 1, "--data-dir", mnist_dir, world_size=1)
-    result = train(tmp_path, 2, 1, world_size=1)
-    assert result.status == 0, result.output
-    assert any(line.startswith("note: data was images of MNIST before") for line in result.lines(0))
+    assert "batch size 63: 3 ranks x 21 images" in result.lines(0)
 
 
 # ---- Snapshots that cannot be continued: refused, and left as they are ----
@@ -161,7 +153,7 @@ def test_a_snapshot_that_cannot_be_continued_is_refused(tmp_path, mnist_dir, goo
     spoil(path, path.read_bytes())
     before = path.read_bytes()
     result = train(tmp_path, 2, 1, "--data-dir", mnist_dir)
-    assert result.status in (1, 2), result.output
+    assert result.status == 1, result.output
     assert "snapshot.pt" in result.error() and BAD_SNAPSHOTS[spoil] in result.error()
     assert "move it" in result.error()
     assert "Traceback" not in result.output
@@ -173,9 +165,9 @@ def test_a_snapshot_that_cannot_be_continued_is_refused(tmp_path, mnist_dir, goo
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
-    arguments, message = BAD_CALLS[name]
+    arguments, message, status = BAD_CALLS[name]
     result = train(tmp_path, *arguments, "--data-dir", mnist_dir)
-    assert result.status == 2, result.output
+    assert result.status == status, result.output
     assert message in result.error()
     assert "Traceback" not in result.output
     assert files(tmp_path) == []
@@ -184,8 +176,8 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
 @pytest.mark.long
 def test_a_fault_of_one_rank_alone_is_told(tmp_path, mnist_dir):
     """Local rank 0 is well and waits for rank 1, whose message must not be lost."""
-    line = "    check_path(args.snapshot_path)\n"
-    script = variant(tmp_path, SCRIPT, {line: line + "    local_rank and stop('rank 1')\n"})
+    line = "    roll_call(store, rank, world_size)"
+    script = variant(tmp_path, SCRIPT, {line: "    rank and stop('rank 1')\n" + line})
     result = fork_ranks(script, "--data-dir", mnist_dir, cwd=tmp_path)
     assert result.status == 2 and result.error() == "rank 1"
 
@@ -193,13 +185,19 @@ def test_a_fault_of_one_rank_alone_is_told(tmp_path, mnist_dir):
 def test_started_without_torchrun(tmp_path):
     result = fork(SCRIPT, cwd=tmp_path)
     assert result.status == 2
-    assert "torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py" in result.error()
+    assert "torchrun --standalone --nproc-per-node=2" in result.error()
+    assert result.error().endswith("02_torchrun_elastic.py 5 1")
+
+
+def test_on_several_machines(tmp_path):
+    result = train(tmp_path, nodes=2)
+    assert result.status == 2 and "for one machine: use 03_multinode.py" in result.error()
 
 
 def test_more_processes_than_gpus(tmp_path):
     result = train(tmp_path, before=pretend_one_gpu)
     assert result.status == 2
-    assert "2 processes want a GPU each and there are 1: use --nproc-per-node=gpu" in result.error()
+    assert "each process needs a GPU, and there are 1: use --nproc-per-node=gpu" in result.error()
 
 
 def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, good_snapshot):
@@ -225,7 +223,7 @@ def test_torchrun_restarts_a_killed_rank(tmp_path):
     assert "attempt 1: resumed from snapshot.pt at epoch 2" in result.lines(0)
     assert "attempt 2" not in result.output
     assert list(result.epochs()) == [1, 2, 3] and result.epochs()[3][1] > 0.95
-    assert result.lines(0)[-2] == "replicas identical on 2 ranks: max |difference| 0"
+    assert result.lines(0)[-1].startswith("2 replicas are identical, sha256 ")
     assert files(tmp_path) == ["snapshot.pt"]
     whole = train(tmp_path / "whole", 3, 1)
     assert difference(load(tmp_path), load(tmp_path / "whole")) == 0

@@ -141,12 +141,9 @@ def test_a_snapshot_that_one_machine_cannot_continue(tmp_path, mnist_dir, snapsh
     spoil(path, path.read_bytes())
     before = path.read_bytes()
     result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, before=(own_disk,), world_size=2)
-    assert result.status in (1, 2), result.output
-    # All ranks may say so: which models fit is known once all have the file.
-    errors = [line for line in result.output.splitlines() if ": error: " in line]
-    assert errors and all("snapshot.pt" in line for line in errors), result.output
-    assert all(BAD_SNAPSHOTS[spoil] in line for line in errors), result.output
-    assert result.status == 2 or "node2" in errors[0]
+    assert result.status == 1, result.output
+    assert result.error().startswith("node2: cannot continue from snapshot.pt")
+    assert BAD_SNAPSHOTS[spoil] in result.error() and "move it" in result.error()
     assert "Traceback" not in result.output
     assert path.read_bytes() == before
     assert files(disk2) == ["snapshot.pt"] and files(disk1) == []
@@ -224,15 +221,14 @@ def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, snapshot):
 
 # ---- Bad calls ----
 
-CALLS = {name: case for name, case in BAD_CALLS.items() if name != "crash epoch 0"}
-CALLS["timeout 0"] = (["--timeout", 0], "--timeout: must be a whole number from 1 up, not '0'")
+CALLS = BAD_CALLS | {"timeout 0": (["--timeout", 0], "and --timeout must be 1 or more", 2)}
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
-    arguments, message = CALLS[name]
+    arguments, message, status = CALLS[name]
     result = train(tmp_path, *arguments, "--data-dir", mnist_dir, world_size=2, nodes=1)
-    assert result.status == 2, result.output
+    assert result.status == status, result.output
     assert message in result.error()
     assert "Traceback" not in result.output
     assert files(tmp_path) == []
@@ -241,20 +237,22 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
 def test_started_without_torchrun(tmp_path):
     result = fork(SCRIPT, cwd=tmp_path)
     assert result.status == 2
-    assert "torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1" in result.error()
+    assert "torchrun --standalone --nproc-per-node=2" in result.error()
+    assert result.error().endswith("03_multinode.py 5 1")
 
 
 def test_more_processes_than_gpus(tmp_path):
     result = train(tmp_path, before=(pretend_one_gpu,), nodes=1)
     assert result.status == 2
-    assert "4 processes want a GPU each and there are 1: use --nproc-per-node=gpu" in result.error()
+    assert "each process needs a GPU, and there are 1: use --nproc-per-node=gpu" in result.error()
 
 
 def test_an_address_that_nobody_knows(tmp_path):
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.invalid", "MASTER_PORT": "1"}
     result = fork(SCRIPT, "--timeout", 3, cwd=tmp_path, env=environment)
     assert result.status == 1
-    assert "does not know the name a.invalid: put it into /etc/hosts" in result.error()
+    assert "does not know the name a.invalid" in result.error()
+    assert "put it into /etc/hosts" in result.error()
 
 
 def test_a_restart_with_the_shared_store_is_named_as_the_cause(tmp_path):
@@ -364,7 +362,7 @@ def test_by_hand_in_two_terminals(tmp_path, mnist_dir):
         finally:
             end(other)
     assert result.status == other.returncode == 0, result.output + output
-    assert "replicas identical on 2 ranks: max |difference| 0" in result.lines(0)
+    assert any(line.startswith("2 replicas are identical, sha256") for line in result.lines(0))
     assert not any(line.startswith("note: ") for line in result.lines(0))
 
 

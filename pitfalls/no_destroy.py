@@ -4,16 +4,17 @@
     python pitfalls/no_destroy.py --fixed
 
 You see a job of two processes, started again until one of them aborts at its exit. They leave while
-the process group's threads still work on collectives. If such a thread is alive when Python shuts
-down, the process aborts. It is a matter of chance: likely here, because rank 1 is slow; one job in
-ten without that.
+the threads of the process group still work on collectives. If such a thread is alive when Python
+shuts down, the process aborts. It is a matter of chance: likely here, because rank 1 is slow; one
+job in ten without that.
 
 Recognise it: all work is done, and then "terminate called without an active exception", with exit
 code -6, SIGABRT (Gloo on Python 3.11). NCCL, not tried here, warns that destroy_process_group()
 "was not called before program exit".
-Cure: train in a function, so that the model is gone when it returns. Call gc.collect(), because DDP
-is part of a reference cycle and would keep the threads alive. Then call destroy_process_group(),
-which waits for the collectives.
+Cure: destroy_process_group() waits for the collectives and ends the threads, if nothing else holds
+the group. Two things do. DDP is part of a reference cycle: train in a function, then gc.collect().
+And torch.distributed.nn holds the group that exists when it is imported (in torch 2.15), and the
+first DDP() imports it: import it before.
 """
 
 import argparse
@@ -38,13 +39,16 @@ def broken_too(rank, port):
     start(rank, port)
     model = DDP(torch.nn.Linear(10, 10))
     train(model, rank)
-    dist.destroy_process_group()  # the mistake: the model still holds the process group
+    dist.destroy_process_group()  # the mistake: the model still holds the group and its threads
 
 
 def fixed(rank, port):
+    # The cure: imported here, before there is a group that it could hold.
+    import torch.distributed.nn  # noqa: F401
+
     start(rank, port)
-    make_and_train_model(rank)  # the cure: the model is gone when this returns
-    gc.collect()  # the cure: DDP's reference cycle as well
+    make_and_train_model(rank)  # the cure: the model is gone when this returns,
+    gc.collect()  # and its reference cycle after this
     dist.destroy_process_group()
 
 
@@ -56,7 +60,7 @@ def make_and_train_model(rank):
 def start(rank, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
 
 
 def train(model, rank):

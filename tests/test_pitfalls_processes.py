@@ -1,6 +1,8 @@
 """pitfalls/ about files and processes: each shows its symptom, and with --fixed the cure."""
 
+import os
 import re
+import time
 
 import pytest
 from pitfall_runs import both, last_line, show_alone
@@ -53,9 +55,17 @@ def test_download_by_all(tmp_path):
     assert fixed.lines(0) == ["cured: of 600000 bytes the ranks have read [600000, 600000]"]
 
 
+def come_late():
+    """Called in a child: in later attempts, rank 0 looks up rank 1 before that is there."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        time.sleep(0.5)
+
+
 def test_stale_addresses_cured(tmp_path):
     """One restart is enough; here with a store for all attempts, as torchrun has it."""
-    result = fork_ranks("pitfalls/stale_addresses.py", "--fixed", cwd=tmp_path, max_restarts=3)
+    result = fork_ranks(
+        "pitfalls/stale_addresses.py", "--fixed", cwd=tmp_path, max_restarts=1, before=come_late
+    )
     assert (result.status, result.attempts) == (0, 2), result.output
     attempts = [line for line in result.output.splitlines() if line.startswith("attempt ")]
     assert sorted(attempts) == [*["attempt 0"] * 2, *["attempt 1"] * 2], result.output

@@ -47,8 +47,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing import assert_close
 
-TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others;
-# by default 10 (NCCL) or 30 (Gloo)
+TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: NCCL 10, Gloo 30
 
 
 @record  # passes an exception's traceback to torchrun; without it, torchrun's report shows none

@@ -48,8 +48,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)  # how long a rank waits for the others;
-# by default 10 (NCCL) or 30 (Gloo)
+TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: NCCL 10, Gloo 30
 WIDTH, BLOCKS, CLASSES, STAGES = 256, 8, 10, 2
 
 

@@ -1,10 +1,9 @@
-"""03_multinode.py in processes that play machines: who is who, whose snapshot counts, --check.
+"""03_multinode.py in processes that play machines: who is who, whose snapshot counts.
 
 test_lab.py runs it on machines that are apart.
 """
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -12,7 +11,6 @@ import threading
 import time
 
 import pytest
-import torch
 from snapshots import BAD_CALLS, BAD_SNAPSHOTS
 from support import (
     PYTHON,
@@ -263,86 +261,6 @@ def test_a_restart_with_the_shared_store_is_named_as_the_cause(tmp_path):
     result = fork(SCRIPT, "--timeout", 2, cwd=tmp_path, env=environment)
     assert result.status == 1
     assert "this is a restart, with a store that still holds the addresses" in result.error()
-
-
-# ---- --check ----
-
-
-def other_version():
-    if machine() == 2:
-        torch.__version__ = "2.0.0"
-
-
-def loopback_name():
-    if machine() == 2:
-        socket.gethostbyname = lambda name: "127.0.1.1"
-
-
-def another_interface():
-    if machine() == 2:
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth99"
-
-
-def another_number_of_processes():
-    if machine() == 2:
-        os.environ["LOCAL_WORLD_SIZE"] = "3"
-
-
-FAULTS = {
-    other_version: r"the machines differ in torch \(node1 2\.\d+\.\d+.*, node2 2\.0\.0\): install",
-    loopback_name: r"cannot use a machine's own address \(node2: 127\.0\.1\.1 on .*\).*"
-    r" set GLOO_SOCKET_IFNAME=\w+",
-    another_interface: "error: GLOO_SOCKET_IFNAME is no interface here: ip -br address",
-    another_number_of_processes: r"differ in processes \(node1 2, node2 3\): give all the same",
-}
-
-
-def test_check_passes(tmp_path):
-    result = train(tmp_path, "--check")
-    assert result.status == 0, result.output
-    lines = [line for line in result.lines(0) if not re.match("note:|  ", line)]
-    assert lines[0].split()[0] == "machine" and lines[4].split()[:4] == ["node2", "1", "3", "1"]
-    for number in (1, 2):
-        pattern = rf"node{number}: 10\.0\.0\.{number} on .*, torch 2\.\d+\.\d+.*, 0 GPUs"
-        assert re.fullmatch(pattern, lines[4 + number])
-    assert lines[7] == "two all_reduces and a ring of send and receive agree: OK"
-    assert re.fullmatch(r"all_reduce of 16 MiB: \d+ ms, \d+\.\d\d GB/s bus bandwidth", lines[8])
-    assert lines[9:] == ["check passed: 4 ranks on 2 machines"]
-    assert files(tmp_path) == []
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda function: function.__name__)
-def test_check_names_the_fault(tmp_path, fault):
-    result = train(tmp_path, "--check", before=(fault,))
-    assert result.status == 1, result.output
-    errors = [line for line in result.output.splitlines() if ": error: " in line]
-    assert any(re.search(FAULTS[fault], line) for line in errors), result.output
-    assert "check passed" not in result.output and "Traceback" not in result.output
-
-
-@pytest.mark.parametrize("old", ["total + coming, coming", "by_all_reduce = numbers.clone()"])
-def test_check_fails_when_the_sums_disagree(tmp_path, old):
-    new = {"total + coming, coming": "total + coming, passing",
-           "by_all_reduce = numbers.clone()": "by_all_reduce = numbers + 1"}[old]  # fmt: skip
-    text = (ROOT / SCRIPT).read_text()
-    assert text.count(old) == 1
-    (tmp_path / SCRIPT).write_text(text.replace(old, new))
-    result = train(tmp_path / "run", "--check", script=tmp_path / SCRIPT)
-    assert result.status == 1 and "check passed" not in result.output
-    assert "all_reduce and the ring of sends disagree" in result.output
-
-
-def test_check_wants_two_and_knows_itself(tmp_path):
-    result = train(tmp_path, "--check", world_size=1, nodes=1)
-    assert result.status == 2 and "one process has nobody to find" in result.error()
-    result = train(tmp_path, "--check", "node1", "node2")
-    assert result.status == 2 and "without torchrun, and no names with it" in result.output
-    result = fork(SCRIPT, "--check", cwd=tmp_path)
-    assert result.status == 2 and "--check takes the names of all machines" in result.error()
-    result = fork(SCRIPT, "--check", "198.51.100.1", "198.51.100.2", cwd=tmp_path)
-    assert result.status == 2 and "is none of 198.51.100.1 198.51.100.2" in result.error()
-    result = fork(SCRIPT, "--check", "127.0.0.1", "a.invalid", cwd=tmp_path)
-    assert result.status == 1 and "does not know the name a.invalid" in result.error()
 
 
 # ---- Real launches ----

@@ -1,4 +1,4 @@
-"""launch/lab, and 03_multinode.py on its machines: faults of machines and of networks."""
+"""launch/lab, with 03_multinode.py and launch/check_machines.py: machines and networks fail."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from support import ROOT, difference, end, fork_ranks, load, run, start, wait_un
 
 pytestmark = pytest.mark.long
 SCRIPT = ROOT / "03_multinode.py"
+CHECK = ROOT / "launch/check_machines.py"
 ENDPOINT = ("--rdzv-id=345", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29603")
 TORCHRUN = ("torchrun", "--nnodes=2", "--nproc-per-node=2", *ENDPOINT)
 # A machine counts as dead after five seconds of silence, and the rest waits five for newcomers.
@@ -325,21 +326,21 @@ def test_without_names(tmp_path, mnist_dir):
         address = f"--local-addr=10.77.0.{number}"
         host = f"--rdzv-conf=is_host={int(number == 1)}"
         command = [word.replace("node1", "10.77.0.1") for word in TORCHRUN]
-        return (f"node{number}", *command, address, host, SCRIPT, *arguments)
+        return (f"node{number}", *command, address, host, *arguments)
 
     with Lab(tmp_path, 2, "none") as lab:
-        for arguments in ((1, 1, "--data-dir", mnist_dir), ("--check",)):
+        for arguments in ((SCRIPT, 1, 1, "--data-dir", mnist_dir), (CHECK,)):
             results = lab.run(call(1, *arguments), call(2, *arguments), GLOO_SOCKET_IFNAME="eth0")
             assert all(result.status == 0 for result in results), results
 
 
-CHECK = ("python", SCRIPT, "--check")
+# ---- launch/check_machines.py ----
 
 
-def check(lab, *nodes, names=("node1", "node2"), **env):
-    """Run --check on these machines; return the results, each of which took less than 60 s."""
+def check(lab, *nodes, names=("node1", "node2"), options=(), **env):
+    """Run the check on these machines; return the results, each of which took less than 60 s."""
     start = time.monotonic()
-    results = lab.run(*((node, *CHECK, *names) for node in nodes), **env)
+    results = lab.run(*((node, "python", CHECK, *names, *options) for node in nodes), **env)
     assert time.monotonic() - start < 60
     assert all("Traceback" not in result.output for result in results), results
     return results
@@ -349,45 +350,50 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
     first, second = check(lab, "node1", "node2")
     assert first.status == second.status == 0, first.output + second.output
     assert first.lines(0)[-1] == "check passed: 2 ranks on 2 machines"
-    assert any(line.startswith("node2: 10.77.0.2 on eth0, torch 2.") for line in first.lines(0))
-    results = lab.run(*((node, *TORCHRUN, SCRIPT, "--check") for node in ("node1", "node2")))
-    assert all(result.status == 0 for result in results), results
-    assert "check passed: 4 ranks on 2 machines" in results[0].output + results[1].output
+    assert first.lines(0)[1].startswith("node2: rank 1, 10.77.0.2, 0 GPUs, torch 2.")
+    for shared in ("", "1"):  # a store of torchrun, and one of rank 0
+        results = lab.run(*((node, *TORCHRUN, CHECK) for node in ("node1", "node2")),
+                          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=shared)  # fmt: skip
+        assert all(result.status == 0 for result in results), results
+        assert "check passed: 4 ranks on 2 machines" in results[0].output + results[1].output
 
     lab("cut", "node2")
     first, second = check(lab, "node1", "node2")
     assert (first.status, second.status) == (1, 1)
-    assert first.error().startswith("node2 did not come within 30 s: is the check started there?")
+    assert first.error().startswith("node2 did not come within 30 s: is the check running there")
     assert second.error().startswith("node1:29613 has not answered node2 for 30 s")
-    assert "is the machine up, the address right, and the port open" in second.error()
+    assert "Is node1 up, is its address right, and is the port open" in second.error()
     lab("mend", "node2")
-    [second] = check(lab, "node2")
+    short = ("--timeout", 5)
+    [second] = check(lab, "node2", options=short)
     assert second.status == 1
-    assert "it is there, and nothing listens: start the check on node1 too" in second.error()
+    assert "nothing listens there. Start the check on node1 too" in second.error()
     silent = "import socket, time; s = socket.create_server(('', 29613)); time.sleep(1000)"
     lab.start("node1", "python3", "-c", silent)
-    [second] = check(lab, "node2")
+    [second] = check(lab, "node2", options=short)
     assert second.status == 1
-    assert second.error() == "what listens at node1:29613 is no store: another program?"
+    assert "node1:29613 accepts connections, but does not answer" in second.error()
     [first] = check(lab, "node1")
     assert first.status == 1
-    assert "the port is taken: by another check, or by a job on this machine?" in first.error()
+    assert "the port is taken. Is another check or a job running" in first.error()
 
 
 def test_check_names_the_machine_with_a_bad_name(tmp_path):
     with Lab(tmp_path, 2, "loopback") as lab:
-        for result in check(lab, "node1", "node2"):
-            assert result.status == 1
-            assert "(node1: 127.0.1.1 on no interface, node2: 127.0.1.1 on" in result.error()
-            assert "GLOO_SOCKET_IFNAME=eth0" in result.error()
-        for result in check(lab, "node1", "node2", GLOO_SOCKET_IFNAME="eth99"):
-            assert result.status == 1 and "(node1: none on eth99, node2: none" in result.error()
+        for address, env in [("127.0.1.1", {}), ("eth99", {"GLOO_SOCKET_IFNAME": "eth99"})]:
+            for result in check(lab, "node1", "node2", **env):
+                assert result.status == 1, result.output
+                for node in ("node1", "node2"):
+                    fault = f"{node} gives the others an address that only it can use ({address}):"
+                    cure = f"on {node}, set GLOO_SOCKET_IFNAME to one of eth0"
+                    assert f"{fault} {cure}" in result.error()
         results = check(lab, "node1", "node2", GLOO_SOCKET_IFNAME="eth0")
         assert all(result.status == 0 for result in results), results
     with Lab(tmp_path, 2, "none") as lab:
         for result in check(lab, "node1", "node2"):
             assert result.status == 1
-            assert "does not know the name node1: give its address instead" in result.error()
+            assert "does not know the name node1: add it to /etc/hosts" in result.error()
+            assert "or give its address instead" in result.error()
         for result in check(lab, "node1", "node2", names=("10.77.0.1", "10.77.0.2")):
             assert result.status == 1
             assert "node1 does not know the name node2" in result.error()

@@ -17,6 +17,7 @@ OFFICIAL = ("https://docs.pytorch.org/", "https://github.com/pytorch/", "https:/
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 OTHERS = [ROOT / "transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
+OTHERS += [ROOT / "launch/check_machines.py"]
 OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - {ROOT / "benchmarks/common.py",
                                                       ROOT / "benchmarks/launched.py"})
 OWN = {"main", "parse_args", "worker", "train", "broken", "fixed"}  # each has its own story
@@ -32,7 +33,9 @@ NOT_RUN = {
     "torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10": GPU,
     "torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-id=345 --rdzv-backend=c10d"
     " --rdzv-endpoint=node1:29603 03_multinode.py 50 10": f"{GPU}; {LAB}",
-    "python 03_multinode.py --check node1 node2": LAB,
+    "python launch/check_machines.py node1 node2": LAB,
+    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-id=345 --rdzv-backend=c10d"
+    " --rdzv-endpoint=node1:29603 launch/check_machines.py": LAB,
     "sbatch launch/slurm.sbatch 50 10": "test_slurm.py runs it, for other epochs on CPUs",
     "torchrun --standalone --nproc-per-node=gpu 04_collectives.py": GPU,
     "python 05_tcpstore.py --role server --port 29605": TWO_TERMINALS,
@@ -280,12 +283,11 @@ def test_scripts_stand_alone():
         assert modules - set(sys.stdlib_module_names) <= allowed, path.name
 
 
-def test_every_pitfall_is_short_and_in_the_readme():
+def test_every_pitfall_is_in_the_readme():
     assert len(PITFALLS) >= 21
     readme = (ROOT / "README.md").read_text()
     table = readme.partition("\n## When it goes wrong\n")[2].partition("\n## ")[0]
     for path in PITFALLS:
-        assert len(path.read_text().splitlines()) <= 60, path.name
         rows = re.findall(rf"^\|.+\| \[{path.stem}\]\(pitfalls/{path.name}\)", table, re.MULTILINE)
         assert len(rows) == 1, f"{path.name} has {len(rows)} rows in the README"
 

@@ -1,0 +1,339 @@
+"""Check several machines before a long job: do they find each other, and how fast is the network?
+
+The check shows which machines are there, whether data arrives unchanged, and how fast it travels.
+If a machine is missing, cut off or badly named, one line says so within a minute, with the cure.
+Run the same command on each machine, with the names (or addresses) of all machines:
+
+    python launch/check_machines.py node1 node2
+
+This starts one process on each machine. To check all processes of a job, start the check as you
+start the job, without names (on machines with GPUs: --nproc-per-node=gpu):
+
+    torchrun --nnodes=2 --nproc-per-node=2 --rdzv-id=345 --rdzv-backend=c10d \
+        --rdzv-endpoint=node1:29603 launch/check_machines.py
+
+On two machines without GPUs, the second command prints this (a rank is the number of a process):
+
+    [rank 0/4] node1: ranks 0 1, 10.77.0.1, 0 GPUs, torch 2.15.0
+    [rank 0/4] node2: ranks 2 3, 10.77.0.2, 0 GPUs, torch 2.15.0
+    [rank 0/4] all_reduce agrees with a ring of send and receive: OK
+    [rank 0/4] all_reduce of 16 MiB: 31 ms, 0.81 GB/s bus bandwidth
+    [rank 0/4] check passed: 4 ranks on 2 machines
+
+If you have only one machine, launch/lab turns it into several. Next: start the job.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+PORT = 29613  # of a check with names. Not the port of a job, as a check must not disturb a job
+CONNECT_LIMIT = 70  # seconds
+CLOSED_PORTS = ("the machines reach the first one, but not each other: open all ports between"
+                " them. A rank listens at a port chosen at random")
+
+
+def main():
+    args = parse_args()
+    under_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if under_torchrun == bool(args.machines):
+        stop("name all machines (python launch/check_machines.py node1 node2), or use torchrun"
+             " without names")
+    # The processes find each other through a store, a small server of keys and values. torchrun
+    # tells each process its rank and the store's address. Without torchrun, the names give both.
+    if under_torchrun:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        everyone = [f"rank {r}" for r in range(world_size)]
+        # Usually torchrun itself runs the store. Otherwise rank 0 must run it.
+        runs_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    else:
+        rank, world_size = own_place(args.machines), len(args.machines)
+        host, port, everyone, runs_store = args.machines[0], PORT, args.machines, rank == 0
+    if world_size == 1:
+        stop("one process has no other to find: name all machines, or start more processes")
+    # The local rank counts the processes of one machine. It selects the GPU.
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < torch.cuda.device_count() < local_world_size:
+        stop(f"{local_world_size} processes need a GPU each, and this machine has"
+             f" {torch.cuda.device_count()}: use --nproc-per-node=gpu")
+    device, backend = pick_device(local_rank)  # the backend, NCCL or Gloo, moves the data
+    share_cores(local_world_size)
+
+    if not runs_store:
+        wait_for_listener(host, port, args.timeout)
+    try:
+        # Some waits of the store have no timeout.
+        with time_limit(args.timeout + 15, f"{host}:{port} accepts connections, but does not"
+                        " answer: is it another program, or was the network cut?"):
+            store = dist.TCPStore(host, port, is_master=runs_store, wait_for_workers=False,
+                                  timeout=timedelta(seconds=args.timeout))
+            # If torchrun starts the processes again, they must not read the old entries.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"check {attempt}", store)
+            mine = describe_process(rank, local_rank, local_world_size, backend)
+            found = collect(store, "came", mine, rank, everyone, args.timeout)
+            machines = [process for process in found if process["local rank"] == 0]
+            seen = find_faults(machines, mine, by_name=bool(args.machines))
+            seen_by_each = collect(store, "sees", seen, rank, everyone, args.timeout)
+        if faults := dict.fromkeys(fault for seen in seen_by_each for fault in seen):
+            time.sleep(2 * runs_store)  # the store ends with this process: let the others read
+            stop("; also: ".join(faults), status=1)
+        with time_limit(CONNECT_LIMIT, CLOSED_PORTS):
+            connect(store, rank, world_size, device, backend)
+        for m in machines:
+            log(f"{m['machine']}: rank{'s' * (m['processes'] > 1)} {m['ranks']}, {m['address']},"
+                f" {m['GPUs']} GPUs, torch {m['torch']}")
+        check_sums(device)
+        measure_bandwidth(device)
+    except Exception as error:  # the store, Gloo and NCCL raise types of their own
+        stop(diagnose(error), status=1)
+    log(f"check passed: {world_size} ranks on {len(machines)} machines")
+    dist.destroy_process_group()
+
+
+def own_place(names):
+    """Return which of the named machines this one is, counted from 0. Stop if it is none."""
+    place = None
+    for i, name in enumerate(names):
+        if fault := fault_of_name(name):
+            stop(fault, status=1)
+        with socket.socket() as probe, contextlib.suppress(OSError):  # another machine's address
+            probe.bind((socket.gethostbyname(name), 0))
+            place = i
+    if place is None:
+        stop(f"this machine, {socket.gethostname()}, is none of {' '.join(names)}")
+    return place
+
+
+def fault_of_name(name):
+    """Return a sentence if this machine does not know the name of another, else None."""
+    try:
+        socket.gethostbyname(name)
+    except OSError:
+        return (f"{socket.gethostname()} does not know the name {name}: add it to /etc/hosts, or"
+                f" give its address instead (torchrun on {name}: --local-addr=ITS_ADDRESS)")
+
+
+def wait_for_listener(host, port, timeout):
+    """Return once host accepts connections at port. Stop if it does not within the timeout."""
+    if fault := fault_of_name(host):
+        stop(fault, status=1)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=2).close()
+        except ConnectionRefusedError:
+            reason = f"{host} is up, but nothing listens there. Start the check on {host} too"
+        except OSError as error:
+            reason = (f"{error}. Is {host} up, is its address right, and is the port open in its"
+                      f" firewall? To test: nc -vz {host} {port}")
+        if time.monotonic() > deadline:
+            stop(f"{host}:{port} has not answered {socket.gethostname()} for {timeout} s: {reason}",
+                 status=1)
+        time.sleep(0.2)
+
+
+def describe_process(rank, local_rank, local_world_size, backend):
+    """Return what the others must know of this process: a dict of plain types."""
+    # Gloo gives the others one address of this machine: that of the interface which
+    # GLOO_SOCKET_IFNAME names, or else the address of the machine's own name.
+    address = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    try:
+        address = address or socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "none"  # this machine does not know its own name
+    first = rank - local_rank
+    return {"local rank": local_rank, "machine": socket.gethostname(), "address": address,
+            "ranks": " ".join(str(r) for r in range(first, first + local_world_size)),
+            "processes": local_world_size, "GPUs": torch.cuda.device_count(), "backend": backend,
+            "torch": torch.__version__}
+
+
+def collect(store, key, mine, rank, everyone, timeout):
+    """Return what each process has put into the store under key. Stop if one does not come.
+
+    init_process_group alone would wait for that process, and not say which it is.
+    """
+    store.set(f"{key} {rank}", json.dumps(mine))
+    keys = [f"{key} {r}" for r in range(len(everyone))]
+    try:
+        # Rank 0 may run the store, from which the others read who is missing. It waits longer.
+        store.wait(keys, timedelta(seconds=timeout + 2 * (rank == 0)))
+    except dist.DistStoreError:  # the time is over
+        missing = [name for r, name in enumerate(everyone) if not store.check([keys[r]])]
+        stop(f"{', '.join(missing)} did not come within {timeout} s: is the check running there,"
+             " and what does it say?", status=1)
+    return [json.loads(store.get(k)) for k in keys]
+
+
+def find_faults(machines, mine, by_name):
+    """Return a list of sentences, each a fault that this process sees."""
+    faults, machine, address = [], mine["machine"], mine["address"]
+    interfaces = [name for index, name in socket.if_nameindex() if index > 1]  # 1 is loopback
+    by_interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    usable = address in interfaces if by_interface else not address.startswith(("127.", "none"))
+    if mine["backend"] == "gloo" and len(machines) > 1 and not usable:
+        faults.append(f"{machine} gives the others an address that only it can use ({address}): on"
+                      f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}")
+    if by_name:  # a job needs the names. Under torchrun, it has already used them
+        faults += [fault for m in machines if (fault := fault_of_name(m["machine"]))]
+    for what, cure in {"torch": "install the same version everywhere",
+                       "backend": "where it is gloo, does nvidia-smi work?",
+                       "processes": "use the same --nproc-per-node everywhere"}.items():
+        if len({m[what] for m in machines}) > 1:
+            each = ", ".join(f"{m['machine']} {m[what]}" for m in machines)
+            faults.append(f"the machines differ in {what} ({each}): {cure}")
+    return faults
+
+
+def connect(store, rank, world_size, device, backend):
+    """Make the process group. In it, the processes exchange data without the store."""
+    # Gloo tries to connect for five times as long as its timeout, here 50 seconds.
+    seconds = 60 if backend == "nccl" else 10
+    # If ports are closed, NCCL may hang for ever without these settings. (Not tried on GPUs.)
+    os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))  # default: 30 minutes
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds),
+        device_id=device if device.type == "cuda" else None)  # otherwise NCCL guesses the GPU
+    dist.barrier()
+
+
+def check_sums(device):
+    """Stop unless two ways to add up the tensors of all ranks give the same sum."""
+    numbers = torch.arange(1024, device=device, dtype=torch.float64) * (dist.get_rank() + 1)
+    by_ring = ring_sum(numbers)
+    by_all_reduce = numbers.clone()
+    dist.all_reduce(by_all_reduce)  # now every rank has the sum
+    if not torch.equal(by_all_reduce, by_ring):
+        stop("all_reduce and the ring disagree: does the network change data?", status=1)
+    log("all_reduce agrees with a ring of send and receive: OK")
+
+
+def ring_sum(tensor):
+    """Return the sum of all ranks' tensors. They travel around the ring from rank to rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    total, passing = tensor.clone(), tensor.clone()
+    for _ in range(world_size - 1):
+        coming = torch.empty_like(passing)
+        # Send and receive at once. If all ranks sent first, all would wait for ever.
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, passing, (rank + 1) % world_size),
+            dist.P2POp(dist.irecv, coming, (rank - 1) % world_size)])
+        for work in works:
+            work.wait()
+        total, passing = total + coming, coming
+    return total
+
+
+def measure_bandwidth(device):
+    """Print the bus bandwidth of an all_reduce: the bytes that each rank sends per second."""
+    world_size = dist.get_world_size()
+    block, times = torch.ones(16 * 2**18, device=device), []
+    for _ in range(6):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(block)
+        block[0].item()  # waits for a GPU
+        times.append(time.perf_counter() - start)
+    seconds = min(times[1:])  # the first is slower
+    sent = 2 * (world_size - 1) / world_size * block.nbytes / seconds
+    log(f"all_reduce of 16 MiB: {1000 * seconds:.{int(seconds < 0.01)}f} ms,"
+        f" {sent / 1e9:.2f} GB/s bus bandwidth")
+
+
+def diagnose(error):
+    """Return one line: the cause of an error, the cure, and what torch itself said."""
+    said = str(error).strip().partition("\n")[0][:300]
+    causes = {
+        r"\[(127\.|::1)": "a machine gave the others an address that only it can use: on each,"
+        " set GLOO_SOCKET_IFNAME to the interface that ip -br address shows",
+        "EADDRINUSE": "the port is taken. Is another check or a job running on this machine?",
+        "refused|reset|closed|Broken": "another process has ended: see what the other machines say",
+        "[Tt]ime": CLOSED_PORTS,
+    }
+    cause = next((text for pattern, text in causes.items() if re.search(pattern, said)), "failed")
+    return f"{cause} ({type(error).__name__}: {said})"
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+@contextlib.contextmanager
+def time_limit(seconds, message):
+    """End this process with the message if the block takes longer than this."""
+    def end():
+        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+        os._exit(1)  # an exception would not reach the main thread, which hangs in torch
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def share_cores(local_world_size):
+    """Divide this machine's cores among its processes."""
+    # By default each process uses all cores (or, under torchrun, only one).
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world_size))
+    # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
+    if not torch.cuda.is_available():
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("machines", nargs="*", metavar="MACHINE", help="the names of all machines,"
+                        " in the same order on each; without torchrun only")
+    parser.add_argument("--timeout", type=int, default=30, help="seconds to wait for the others")
+    args = parser.parse_args()
+    if args.timeout < 1:
+        stop("--timeout must be 1 or more")
+    return args
+
+
+if __name__ == "__main__":
+    main()

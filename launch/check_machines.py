@@ -91,7 +91,7 @@ def main():
             time.sleep(2 * runs_store)  # the store ends with this process: let the others read
             stop("; also: ".join(faults), status=1)
         with time_limit(CONNECT_LIMIT, CLOSED_PORTS):
-            connect(store, rank, world_size, device, backend)
+            make_group(store, rank, world_size, device, backend)
         for m in machines:
             log(f"{m['machine']}: rank{'s' * (m['processes'] > 1)} {m['ranks']}, {m['address']},"
                 f" {m['GPUs']} GPUs, torch {m['torch']}")
@@ -198,7 +198,7 @@ def find_faults(machines, mine, by_name):
     return faults
 
 
-def connect(store, rank, world_size, device, backend):
+def make_group(store, rank, world_size, device, backend):
     """Make the process group. In it, the processes exchange data without the store."""
     # Gloo tries to connect for five times as long as its timeout, here 50 seconds.
     seconds = 60 if backend == "nccl" else 10

@@ -27,14 +27,14 @@ def broken():
 
 
 def fixed():
-    exit_with_launcher()  # the cure
+    # The cure: otherwise this worker would train on unseen, keep its GPU, and save over the
+    # snapshots of the job that you start next.
+    exit_with_launcher()
     report_for_a_minute()
 
 
 def exit_with_launcher():
-    """End this process once its launcher is gone, killed so that it could tell nobody."""
-    # SIGKILL leaves torchrun no time to end its workers: they would train on unseen, keep their
-    # GPUs, and save over the snapshots of the job that you start next.
+    """End this process when torchrun is gone."""
     def watch(launcher):
         while os.getppid() == launcher:
             time.sleep(0.5)

@@ -20,7 +20,8 @@ OTHERS = [ROOT / "transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
 OTHERS += [ROOT / "launch/check_machines.py"]
 OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - {ROOT / "benchmarks/common.py",
                                                       ROOT / "benchmarks/launched.py"})
-OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}  # each has its own story
+# Each script tells its own story there.
+OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}
 
 # Commands that are shown and not run as they stand, each with the reason.
 INSTALLS = "installs the packages: .ci/run runs it, in a fresh virtual environment"

@@ -32,8 +32,7 @@ from common import (
     seconds,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 SCRIPT = load_script("02_torchrun_elastic.py")
 
@@ -41,9 +40,10 @@ SCRIPT = load_script("02_torchrun_elastic.py")
 def epoch_speed(device, share, steps, ddp):
     """Return the images/s of all ranks of the present group together, in steps of 02's loop."""
     world_size = SCRIPT.dist.get_world_size()
-    train_set = SCRIPT.generate_data(train=share * steps * world_size, test=1)[0]
+    train_set = TensorDataset(*SCRIPT.generate_data(share * steps * world_size))
     sampler = DistributedSampler(train_set, drop_last=True)
-    loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=tuple)
+    loader = DataLoader(
+        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
     torch.manual_seed(0)
     model = SCRIPT.Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)

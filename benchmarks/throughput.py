@@ -36,8 +36,7 @@ from common import (
 )
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 SCRIPT = load_script("02_torchrun_elastic.py")
 
@@ -65,9 +64,10 @@ def new_model(device, ddp=True, variant=None):
 
 
 def loader_of_02(train_set, share):
-    """The loader of 02's train_elastic."""
+    """The loader of 02."""
     sampler = DistributedSampler(train_set, drop_last=True)
-    return DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=tuple)
+    return DataLoader(
+        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
 
 
 def customary_loader(folder, share, workers, device):
@@ -130,7 +130,7 @@ def measure(rank, world_size, store, folder, images, batch_sizes, workers, varia
     SCRIPT.share_cores(world_size)
     # Made here, as 02 does, and not sent. It leaves the C library with room that it keeps: without
     # that, memory went back to the system in each step, and steps of 512 took twice as long.
-    train_set = SCRIPT.generate_data(train=images, test=1)[0]
+    train_set = TensorDataset(*SCRIPT.generate_data(images))
     with process_group(backend, store, "throughput", rank, world_size):
         return {size: measure_batch(size // world_size, world_size, device, folder, train_set,
                                     workers, variants, rounds) for size in batch_sizes}
@@ -201,7 +201,7 @@ def main():
                   " (--images)")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_mnist(folder, *SCRIPT.generate_data(train=images, test=1)[0].tensors)
+        write_mnist(folder, *SCRIPT.generate_data(images))
         for world_size, (workers, variants) in ranks.items():
             found = run_ranks(measure, world_size, folder, images, args.batch_sizes, workers,
                               variants, args.rounds)

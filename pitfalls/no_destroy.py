@@ -31,14 +31,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def broken(rank, port):
     start(rank, port)
     model = DDP(torch.nn.Linear(10, 10))
-    train(model, rank)
+    train_slowly(model, rank)
     # The mistake: the process ends without destroy_process_group().
 
 
 def broken_too(rank, port):
     start(rank, port)
     model = DDP(torch.nn.Linear(10, 10))
-    train(model, rank)
+    train_slowly(model, rank)
     dist.destroy_process_group()  # the mistake: the model still holds the group and its threads
 
 
@@ -54,7 +54,7 @@ def fixed(rank, port):
 
 def make_and_train_model(rank):
     model = DDP(torch.nn.Linear(10, 10))
-    train(model, rank)
+    train_slowly(model, rank)
 
 
 def start(rank, port):
@@ -63,7 +63,7 @@ def start(rank, port):
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
 
 
-def train(model, rank):
+def train_slowly(model, rank):
     model(torch.ones(1, 10)).sum().backward()
     for _ in range(500):
         time.sleep(0.002 * rank)  # rank 1 is slow

@@ -23,7 +23,7 @@ def broken(last_epoch, path):
     model, optimizer, snapshot = load(path)
     epochs = range(snapshot.get("epoch", 1), last_epoch + 1)
     for epoch in epochs:
-        train(model, optimizer, epoch)
+        train_a_step(model, optimizer, epoch)
         # The mistake: this epoch is done, and a resume starts with it.
         torch.save({"model": model.state_dict(), "epoch": epoch}, path)
     return list(epochs)
@@ -33,7 +33,7 @@ def fixed(last_epoch, path):
     model, optimizer, snapshot = load(path)
     epochs = range(snapshot.get("next_epoch", 1), last_epoch + 1)
     for epoch in epochs:
-        train(model, optimizer, epoch)
+        train_a_step(model, optimizer, epoch)
         # The cure: the epoch that a resume starts with.
         torch.save({"model": model.state_dict(), "next_epoch": epoch + 1}, path)
     return list(epochs)
@@ -65,8 +65,8 @@ def load(path):
     return model, torch.optim.SGD(model.parameters(), lr=0.05), snapshot
 
 
-def train(model, optimizer, epoch):
-    """One epoch: a single step, with samples that depend on the epoch."""
+def train_a_step(model, optimizer, epoch):
+    """One step, which is an epoch here, with samples that depend on the epoch."""
     inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(epoch))
     optimizer.zero_grad()
     (model(inputs).squeeze(1) - inputs.sum(1)).square().mean().backward()

@@ -38,12 +38,12 @@ def fixed(model, optimizer, path):
 def main(cure):
     model, optimizer = new_start()
     for epoch in (1, 2):
-        train(model, optimizer, f"without a break: epoch {epoch}")
+        descend(model, optimizer, f"without a break: epoch {epoch}")
     with tempfile.TemporaryDirectory() as folder:
         save_and_resume = fixed if cure else broken
         resumed, its_optimizer = save_and_resume(model, optimizer, f"{folder}/snapshot.pt")
-    train(model, optimizer, "without a break: epoch 3")
-    train(resumed, its_optimizer, "resumed:         epoch 3")
+    descend(model, optimizer, "without a break: epoch 3")
+    descend(resumed, its_optimizer, "resumed:         epoch 3")
     difference = (resumed.weight - model.weight).abs().max().item()
     if cure != (difference == 0):
         raise RuntimeError(f"after epoch 3 weights differ by {difference}")
@@ -56,7 +56,7 @@ def new_start():
     return model, torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
-def train(model, optimizer, name):
+def descend(model, optimizer, name):
     """One epoch: 20 steps, always with the same samples."""
     inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
     for _ in range(20):

@@ -44,12 +44,12 @@ def fixed(model, optimizer, batches):
 
 def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-    train(cure)
+    train_an_uneven_epoch(cure)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def train(cure):
+def train_an_uneven_epoch(cure):
     model = DDP(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.rand([5, 3][dist.get_rank()], 8, 4)

@@ -44,12 +44,12 @@ def fixed():
 
 def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
-    train((fixed if cure else broken)(), cure)
+    train_two_steps((fixed if cure else broken)(), cure)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def train(model, cure):
+def train_two_steps(model, cure):
     for step in (1, 2):
         model.zero_grad()
         try:

@@ -56,8 +56,8 @@ def test_download_by_all(tmp_path):
 
 
 def come_late():
-    """Called in a child: in later attempts, rank 0 looks up rank 1 before that is there."""
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    """Called in a child: in later attempts, rank 1 looks up rank 0 before that is there."""
+    if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         time.sleep(0.5)
 
 

@@ -296,7 +296,7 @@ def test_a_second_01_with_the_same_checkpoint_is_refused(tmp_path, mnist_dir):
     command = (PYTHON, ROOT / "01_single_node_multi_gpu.py", 500, 500, "--data-dir", mnist_dir)
     job = start(*command, cwd=tmp_path)
     try:
-        next(job.stdout)
+        read_until(job, r"^\[rank \d/2\] pid ")
         second = fork("01_single_node_multi_gpu.py", "--data-dir", mnist_dir, cwd=tmp_path)
         assert second.status == 1
         assert "another job is running with checkpoint.pt: end it, or" in second.error()
@@ -343,8 +343,9 @@ def all_addresses(job):
 
     All but torchrun itself, which listens everywhere: README.md says so.
     """
-    found = {}
+    found, deadline = {}, time.monotonic() + 300
     while job.process.poll() is None:
+        assert time.monotonic() < deadline, f"no end after 300 s:\n{job.output()}"
         for pid, command in family(job.process, itself=True).items():
             if "torchrun" not in [os.path.basename(word) for word in command.split()]:
                 with contextlib.suppress(OSError):  # it has just ended

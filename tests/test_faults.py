@@ -324,8 +324,9 @@ def all_addresses(job):
 
     All but torchrun itself, which listens everywhere: README.md says so.
     """
-    found = {}
+    found, deadline = {}, time.monotonic() + 300
     while job.process.poll() is None:
+        assert time.monotonic() < deadline, f"no end after 300 s:\n{job.output()}"
         for pid, command in family(job.process, itself=True).items():
             if "torchrun" not in [os.path.basename(word) for word in command.split()]:
                 with contextlib.suppress(OSError):  # it has just ended

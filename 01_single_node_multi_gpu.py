@@ -1,7 +1,7 @@
 """Train one model with several processes on one machine: mp.spawn and DistributedDataParallel.
 
     python 01_single_node_multi_gpu.py           # CPU: 2 processes, 5 epochs
-    python 01_single_node_multi_gpu.py 50 10     # GPUs: one process each, 50 epochs, 5 checkpoints
+    python 01_single_node_multi_gpu.py 50 10     # GPUs: one process each, 50 epochs, saved every 10
 
 New here, if you have trained on one GPU:
 - rank: the number of a process, from 0 up. World size: how many processes there are.
@@ -41,6 +41,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -56,7 +57,8 @@ def main():
     args = parse_args()
     # mp.spawn starts the processes, and each calls worker(rank, ...). To do so, each imports this
     # file anew: without the "if __name__" at its end, they would start processes, too. When one
-    # fails, mp.spawn ends the others and raises here. They find each other through a new file.
+    # fails, mp.spawn ends the others and raises here. The processes find each other through a new
+    # file.
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(worker, args=(args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)
@@ -80,9 +82,9 @@ def worker(rank, world_size, meeting_point, args):
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. First free what train has left: threads of DDP that still run when Python exits
-    # abort one job in ten, with its work all done ("terminate called without an active exception").
-    # Do not put this into a "finally": after an error on one rank, NCCL would hang here.
+    # Step 6: leave. First free what train has left. DDP's threads, if they still run when Python
+    # exits, abort one finished job in ten ("terminate called without an active exception"). Do not
+    # put this into a "finally": after an error on one rank, NCCL would hang here.
     gc.collect()
     dist.destroy_process_group()
 
@@ -92,9 +94,9 @@ def train(device, args):
     log(f"pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
 
     # Step 3: share the data. Every rank loads the whole set, and DistributedSampler picks its part:
-    # rank r gets the items r, r + world_size, ... of one shuffled list. drop_last shortens the
-    # list, so that all ranks get the same number. A rank with one more batch would wait until
-    # TIMEOUT.
+    # rank r gets the items r, r + world_size, ... of one shuffled list. All ranks must get the same
+    # number: one with more batches would wait for the others, and fail after TIMEOUT. So drop_last
+    # leaves out the remainder. (The default repeats some items.)
     train_set, test_set, source = load_data(args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 
@@ -120,9 +122,10 @@ def train(device, args):
     # Step 4: wrap the model. DDP copies rank 0's weights to all ranks, so that all replicas start
     # equal. After that it works inside loss.backward(): it collects gradients in buckets of some
     # MB, and all-reduces each bucket as soon as it is full, while backward goes on with earlier
-    # layers. Every rank gets the mean of all ranks' gradients. So all take the same step from the
-    # same weights, and the replicas stay equal. Move the model to its device first: DDP makes its
-    # buckets there. gradient_as_bucket_view: the gradients live in the buckets, not beside them.
+    # layers. Every rank gets the mean of all ranks' gradients: as the shares are equal, the
+    # gradient of the whole batch. So all take the same step from the same weights, and the replicas
+    # stay equal. Move the model to its device first: DDP makes its buckets there.
+    # gradient_as_bucket_view: the gradients live in the buckets, not beside them.
     model = DDP(model, gradient_as_bucket_view=True)
     check_gradients(model, *next(iter(loader)), device)  # not with dropout: its masks would differ
 
@@ -130,11 +133,11 @@ def train(device, args):
     for epoch in range(1, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
         loss, speed = train_epoch(model, loader, optimizer, device)
-        accuracy = evaluate(model, test_set, device)
+        accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
         # The replicas are equal, so one rank saves; all would write into one file at the same time.
-        # save writes a new file, then moves it over the old one, which a crash leaves intact. Never
-        # put a collective under this "if": rank 0 would wait there for the others until TIMEOUT.
+        # save writes a new file, then moves it over the old one: a crash while writing leaves the
+        # old one intact. Never put a collective under this "if": rank 0 would wait for the others.
         # Save model.module, your model: in the wrapper's state, all names begin with "module.".
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and rank == 0:
@@ -158,6 +161,7 @@ def check_gradients(model, images, labels, device):
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
     alone = copy.deepcopy(model.module)  # the same weights without DDP: nothing is averaged here
+    # gathered is a collective: it returns what all ranks have given.
     expected = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
     own, averaged = gradient(alone, images, labels), gradient(model, images, labels)
     model.zero_grad()

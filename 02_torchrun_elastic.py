@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10    # one per GPU
 
 5 1: five epochs, and a snapshot after each. Now delete snapshot.pt, and let one rank (process) kill
-itself in epoch 3. torchrun ends the others and starts all again, as --max-restarts allows:
+itself in epoch 3. torchrun ends the others and starts all again, --max-restarts times (default: 0):
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
@@ -15,7 +15,8 @@ itself in epoch 3. torchrun ends the others and starts all again, as --max-resta
     ...
     [rank 0/2] 2 replicas are identical, sha256 c20660cd6918
 
-A run that is not killed ends with the same sha256 (on a CPU, with the same number of ranks).
+Delete snapshot.pt again, and leave out --crash-epoch 3: the sha256 is the same (on a CPU, with the
+same number of ranks).
 New here: what torchrun tells a process (main), a snapshot to go on from (train, resume), the same
 result to the last bit (settle_buckets); helpers exit_with_launcher, lock, roll_call, crash_halfway,
 stop, parse_args. The rest is as in 01_single_node_multi_gpu.py. Next: 03_multinode.py.
@@ -38,6 +39,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -54,14 +56,14 @@ def main():
     # New in 02: torchrun starts this file once per process: main does what worker did in 01.
     # @record: if a process fails, torchrun's report shows its traceback.
     args = parse_args()
-    exit_with_launcher()  # if torchrun is killed, do not train on unseen
+    exit_with_launcher()  # if torchrun is killed, exit too
 
     # Step 1: start. Every process learns who it is, and takes its device.
     # New in 02: torchrun says it in environment variables. RANK: the number of the process in the
     # job of WORLD_SIZE processes. LOCAL_RANK: its number among the LOCAL_WORLD_SIZE processes of
-    # this machine, and the number of its GPU. On one machine, both are the same.
+    # this machine, and the number of its GPU. On one machine, RANK equals LOCAL_RANK.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # otherwise each has a single thread
+    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
     listen_locally()  # nobody else has to reach these processes
 
     # Step 2: meet. Every process leaves its network address at the meeting point, and waits until
@@ -95,8 +97,7 @@ def train(device, args):
     train_set, test_set, source = load_data(args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 
-    # --batch-size counts the images of one step on all ranks. If it is not a multiple of their
-    # number, the step uses fewer. To use all, see pitfalls/mean_of_unequal_shards.py.
+    # If the shares would not be equal, a step uses less. Cure: pitfalls/mean_of_unequal_shards.py.
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
@@ -132,11 +133,10 @@ def train(device, args):
         crash = epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1
         batches = crash_halfway(loader) if crash else loader
         loss, speed = train_epoch(model, batches, optimizer, device)
-        accuracy = evaluate(model, test_set, device)
+        accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
-        # New in 02: save the optimizer, too, and the next epoch (the finished one would be trained
-        # twice). Rank 0 alone saves: a new file, moved over the old one, which a crash leaves
-        # intact.
+        # New in 02: save the optimizer's state (momentum), too, and the epoch to go on with. Rank 0
+        # alone writes a new file, then moves it over the old one: a crash leaves that intact.
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and rank == 0:
             save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
@@ -161,10 +161,9 @@ def resume(path, model, optimizer):
             if damaged := archive.testzip():  # torch.load does not look at the checksums
                 raise ValueError(f"wrong checksum of {damaged}")
         # weights_only: an ordinary pickle can run any code while it is read. map_location:
-        # otherwise every rank loads the tensors to the device they were saved from, rank 0's GPU.
+        # otherwise the tensors go to the GPU that they were saved from, rank 0's.
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["model"])
-        # Without its state (momentum, ...) the optimizer would take other steps from here on.
         optimizer.load_state_dict(snapshot["optimizer"])
         return snapshot["next_epoch"]
     except Exception as error:  # a damaged file can raise almost any exception
@@ -176,9 +175,8 @@ def resume(path, model, optimizer):
 # New in 02: without it, a resumed run with three or more ranks has other last bits.
 def settle_buckets(model, images):
     """Run DDP once without a step, so that a resumed run adds up gradients in the same order."""
-    # DDP regroups its buckets after its first backward: in a resumed run, in a later epoch. Until
-    # then gradients are added up in another order, and with three ranks or more rounded
-    # differently.
+    # DDP regroups its buckets once, after its first backward: in epoch 1, or, if resumed, in a
+    # later one. That changes the order of additions and, with three ranks or more, the rounding.
     model.eval()  # this pass must not change a BatchNorm layer, or use up random numbers
     model(images).sum().backward()
     model.train()

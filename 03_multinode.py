@@ -18,8 +18,8 @@ The job begins with a map. On two machines with two GPUs each:
     [rank 0/4] node2                   1            2           0  cuda:0  4720
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
-With --nnodes=1:2 --max-restarts=3, machines (nodes) may come and go: the job goes on with those
-that are there. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment for that.
+With --nnodes=1:2 --max-restarts=3, machines (nodes) may come and go, but node1 must stay: the job
+restarts from the newest snapshot that it has. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that.
 Before a long job, run launch/check_machines.py on each machine.
 New here: global and local rank (main, show_map), the same data on all machines (check_data), the
 newest snapshot of any machine (take_newest), machines that leave (train), a job that is torn in two
@@ -44,6 +44,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -60,7 +61,7 @@ def main():
     # (README.md).
     args = parse_args()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has set it
-        exit_with_launcher()  # if torchrun is killed, do not train on unseen
+        exit_with_launcher()  # if torchrun is killed, exit too
 
     # Step 1: start. Every process learns who it is, and takes its device.
     # New in 03: RANK, the global rank, counts through the whole job. It decides which share of the
@@ -69,20 +70,20 @@ def main():
     # machine, and takes GPU 0 there. GPU 2 does not exist. After a restart, a process may have
     # another rank. (No listen_locally: other machines have to reach it.)
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # otherwise each has a single thread
+    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
 
     # Step 2: meet. Every process leaves its network address at the meeting point, and waits until
     # all others have done so. Then they are connected: they are a process group.
-    # New in 03: the meeting point is a store (a dictionary that all can reach) on one machine, at
-    # MASTER_ADDR and MASTER_PORT. A restart must not find old addresses in it, and machines that
-    # come and go count their restarts differently. So instead of a prefix for each attempt, let
-    # torchrun make a new store for each: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. If a cable is cut,
-    # nobody is told, and only the timeout ends the wait. Make it longer than any rank keeps the
-    # others waiting.
+    # New in 03: the meeting point is a store (a dictionary that all can reach) on one machine.
+    # torchrun says where: MASTER_ADDR and MASTER_PORT. A restart must not find old addresses in it.
+    # As machines that come and go count restarts differently, a prefix does not help: let torchrun
+    # make a new store each time, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. If a cable is cut,
+    # nobody is told, and only the timeout ends the wait. No rank may keep the others waiting for so
+    # long.
     timeout = timedelta(seconds=args.timeout)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        if rank == 0:  # the machine's name is in the lock: one that is cut off must not keep it
+        if rank == 0:  # a lock for this machine: that of one that is cut off must not block others
             lock(f"{args.snapshot_path}.{socket.gethostname()}")
         roll_call(store, rank, world_size)  # if a rank does not come, say which
         dist.init_process_group(
@@ -132,8 +133,7 @@ def train(device, args):
     # New in 03: each machine reads its own disk, so compare what they have read.
     check_data(train_set, source)
 
-    # --batch-size counts the images of one step on all ranks. If it is not a multiple of their
-    # number, the step uses fewer. To use all, see pitfalls/mean_of_unequal_shards.py.
+    # If the shares would not be equal, a step uses less. Cure: pitfalls/mean_of_unequal_shards.py.
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
@@ -150,7 +150,7 @@ def train(device, args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     # New in 03: local rank 0 of each machine reads the snapshot on its disk, and all ranks get the
-    # newest. Rank 0 may be on a machine that has none, or an old one. No shared disk is needed.
+    # newest. So no shared disk is needed. But a lost machine takes along what only it has.
     known = version(args.snapshot_path)  # to notice whether another job writes the file
     first_epoch = 1
     if os.environ["LOCAL_RANK"] == "0":
@@ -176,7 +176,7 @@ def train(device, args):
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
         loss, speed = train_epoch(model, loader, optimizer, device)
-        accuracy = evaluate(model, test_set, device)
+        accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
         # New in 03: the signal may reach some ranks only. If one has to leave, all leave together,
         # after a snapshot, and torchrun starts again those that may stay. Global rank 0 writes it,
@@ -233,10 +233,9 @@ def resume(path, model, optimizer):
             if damaged := archive.testzip():  # torch.load does not look at the checksums
                 raise ValueError(f"wrong checksum of {damaged}")
         # weights_only: an ordinary pickle can run any code while it is read. map_location:
-        # otherwise every rank loads the tensors to the device they were saved from, rank 0's GPU.
+        # otherwise the tensors go to the GPU that they were saved from, rank 0's.
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["model"])
-        # Without its state (momentum, ...) the optimizer would take other steps from here on.
         optimizer.load_state_dict(snapshot["optimizer"])
         return snapshot["next_epoch"]
     except Exception as error:  # a damaged file can raise almost any exception
@@ -264,9 +263,8 @@ def take_newest(first_epoch, model, optimizer):
 
 def settle_buckets(model, images):
     """Run DDP once without a step, so that a resumed run adds up gradients in the same order."""
-    # DDP regroups its buckets after its first backward: in a resumed run, in a later epoch. Until
-    # then gradients are added up in another order, and with three ranks or more rounded
-    # differently.
+    # DDP regroups its buckets once, after its first backward: in epoch 1, or, if resumed, in a
+    # later one. That changes the order of additions and, with three ranks or more, the rounding.
     model.eval()  # this pass must not change a BatchNorm layer, or use up random numbers
     model(images).sum().backward()
     model.train()
@@ -277,7 +275,8 @@ def settle_buckets(model, images):
 def save_if_ours(state, path, known):
     """Save, unless another job has written path since this one did; return the new version."""
     # On a shared disk, the half that saves second finds a file that it does not know, and stops. (A
-    # gap remains: both may look at the same moment, or a network disk shows an old state.)
+    # gap remains: both may look at the same moment, or a network disk shows an old state.) On disks
+    # of their own, both go on, and the next start takes the newer snapshot.
     if version(path) not in (known, None):  # None: somebody has moved it away
         stop(f"another job, or a lost part of this one, has written {path} meanwhile: its file"
              " stays. End one of the two, or give it another --snapshot-path", status=1)

@@ -129,11 +129,11 @@ def test_micro_batches_of_other_sizes(tmp_path):
     ("pipeline", "(timed, args.microbatches, loss_fn=cross_entropy",
      "(timed, args.microbatches, loss_fn=cross_entropy, scale_grads=False",
      "does not compute what the unsplit one does"),
-    ("devices", "    compare_replicas(",
-     "    next(model.parameters()).data += rank; compare_replicas(",
+    ("devices", "    compare_replicas(model, \"the",
+     "    next(model.parameters()).data += rank; compare_replicas(model, \"the",
      "replicas of the model differ"),
-    ("pipeline", "    compare_replicas(",
-     "    next(model.parameters()).data += replica; compare_replicas(",
+    ("pipeline", "    compare_replicas(model, \"each",
+     "    next(model.parameters()).data += replica; compare_replicas(model, \"each",
      "replicas of each stage differ"),
 ])  # fmt: skip
 def test_the_proofs_can_fail(tmp_path, mode, old, new, message):

@@ -99,7 +99,7 @@ NOT_RUN |= {
 }
 # Of each other pitfall, the command without --fixed is run as it stands.
 NOT_RUN |= {
-    f"{launcher} pitfalls/{path.name} --fixed": "test_pitfalls_*.py run it, in forked processes"
+    f"{launcher} pitfalls/{path.name} --fixed": "test_pitfalls.py launches it"
     for path in PITFALLS
     for launcher in re.findall(r"^    (\S.*) pitfalls/\S+ --fixed$", path.read_text(), re.MULTILINE)
 }

@@ -145,8 +145,8 @@ def run_worker(plan, folder, script, arguments):
 def change(plan, folder, names):
     """Have the signal sent at the plan's moment; names are the script's own globals.
 
-    This relies on the scripts' functions log, pick_device, resume and check_replicas, on their
-    class Net, and on what they call of Python and torch: os.replace and torch.save(state, file) in
+    This relies on the scripts' functions log, pick_device, resume (02), take_newest (03, where not
+    every rank calls resume) and check_replicas, on their class Net, and on what they call of Python and torch: os.replace and torch.save(state, file) in
     rank 0's save, a torch optimizer, and no gradients in the evaluation alone. A function that is
     missing ends the worker with a KeyError; a call that is never made, the round: "the moment never
     came".
@@ -181,7 +181,8 @@ def change(plan, folder, names):
         count_up()
 
     original_save, original_replace = torch.save, os.replace
-    if name := {"rank starts": "pick_device", "resuming": "resume",
+    resuming = "resume" if plan.script == "02" else "take_newest"
+    if name := {"rank starts": "pick_device", "resuming": resuming,
                 "the end": "check_replicas"}.get(plan.moment):  # fmt: skip
         names[name] = before(names[name])
     elif plan.moment == "step":  # (settle_buckets makes none)

@@ -146,10 +146,10 @@ def change(plan, folder, names):
     """Have the signal sent at the plan's moment; names are the script's own globals.
 
     This relies on the scripts' functions log, pick_device, resume (02), take_newest (03, where not
-    every rank calls resume) and check_replicas, on their class Net, and on what they call of Python and torch: os.replace and torch.save(state, file) in
-    rank 0's save, a torch optimizer, and no gradients in the evaluation alone. A function that is
-    missing ends the worker with a KeyError; a call that is never made, the round: "the moment never
-    came".
+    every rank calls resume) and check_replicas, on their class Net, and on what they call of Python
+    and torch: os.replace and torch.save(state, file) in rank 0's save, a torch optimizer, and no
+    gradients in the evaluation alone. A function that is missing ends the worker with a KeyError; a
+    call that is never made, the round: "the moment never came".
     """
     calls = Counter()
 

@@ -4,11 +4,11 @@ test_lab.py runs it on machines that are apart.
 """
 
 import os
+import pathlib
 import shutil
 import signal
 import socket
 import threading
-import time
 
 import pytest
 from snapshots import BAD_CALLS, BAD_SNAPSHOTS
@@ -28,6 +28,7 @@ from support import (
     pretend_one_gpu,
     run,
     start,
+    wait_until,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -177,34 +178,54 @@ def test_sigterm_of_one_rank_saves_and_ends_all(tmp_path, mnist_dir, whole):
     assert list(result.epochs()) == [3, 4] and digest(result) == digest(whole[0])
 
 
-def split_brain_name():
-    """Called in a child: a machine of the other half, with a host name of its own."""
+def one_half():
+    """Called in a child: after its first save it waits until the other half has begun to train."""
+    replace, saves = os.replace, []
+
+    def replace_and_wait(source, target):
+        replace(source, target)
+        saves.append(target)
+        pathlib.Path(f"saved {len(saves)}").touch()
+        wait_until(lambda: os.path.exists("the other trains"), "no other half")
+
+    os.replace = replace_and_wait
+
+
+def other_half():
+    """Called in a child: a machine of another name, whose epoch ends after the first's second."""
     socket.gethostname = lambda: f"other{machine()}"
+    set_epoch = DistributedSampler.set_epoch
+
+    def set_epoch_and_wait(sampler, epoch):
+        set_epoch(sampler, epoch)
+        pathlib.Path("the other trains").touch()
+        wait_until(lambda: os.path.exists("saved 2"), "no second save")
+
+    DistributedSampler.set_epoch = set_epoch_and_wait
 
 
 def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path, mnist_dir):
     """They see the same file system and not each other: one goes on, one is refused."""
-    arguments, results = (40, 1, "--data-dir", mnist_dir), []
+    arguments, results = (3, 1, "--data-dir", mnist_dir), {}
 
-    def half(*before):
-        job = {"world_size": 1, "nodes": 1, "timeout": 240}
-        results.append(train(tmp_path, *arguments, before=before, **job))
+    def half(before):
+        job = {"world_size": 1, "nodes": 1, "before": (before,)}
+        results[before.__name__] = train(tmp_path, *arguments, **job)
 
-    halves = [threading.Thread(target=half, args=b) for b in [(), (split_brain_name,)]]
-    for thread in halves:
-        thread.start()
-        # Not both at once: neither would see the other's first file before it writes its own.
-        while thread.is_alive() and not (tmp_path / "snapshot.pt").exists():
-            time.sleep(0.05)
+    halves = [threading.Thread(target=half, args=(before,)) for before in (one_half, other_half)]
+    halves[0].start()
+    wait_until(lambda: (tmp_path / "saved 1").exists() or results, "no first save")
+    halves[1].start()
     for thread in halves:
         thread.join()
-    refused, kept = sorted(results, key=lambda result: -result.status)
-    assert (refused.status, kept.status) == (1, 0), refused.output + kept.output
+    kept, refused = results["one_half"], results["other_half"]
+    assert (kept.status, refused.status) == (0, 1), kept.output + refused.output
+    assert "resumed from snapshot.pt of other1 at epoch 2" in refused.lines(0)
     assert "a lost part of this one, has written snapshot.pt meanwhile" in refused.error()
-    assert files(tmp_path) == ["snapshot.pt"]
-    assert load(tmp_path)["next_epoch"] == 41
-    written = [epoch for result in results for epoch in result.saved()]
-    assert sorted(written) == list(range(1, 41)), "an epoch was saved twice, or none"
+    assert kept.saved() == [1, 2, 3] and refused.saved() == []
+    assert load(tmp_path)["next_epoch"] == 4
+    marks = ["saved 1", "saved 2", "saved 3", "the other trains"]
+    assert files(tmp_path) == [*marks[:3], "snapshot.pt", marks[3]]
 
 
 def test_a_full_disk_keeps_the_last_snapshot(tmp_path, mnist_dir, snapshot):

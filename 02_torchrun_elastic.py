@@ -13,7 +13,7 @@ itself in epoch 3. torchrun ends the others and starts all again, --max-restarts
     [rank 1/2] crash on purpose: SIGKILL in the middle of the epoch
     [rank 0/2] attempt 1: resumed from snapshot.pt at epoch 3
     ...
-    [rank 0/2] 2 replicas are identical, sha256 c20660cd6918
+    [rank 0/2] 2 replicas are identical, sha256 04064526e58c
 
 Delete snapshot.pt again, and leave out --crash-epoch 3: the sha256 is the same (on a CPU, with the
 same number of ranks).

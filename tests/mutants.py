@@ -5,7 +5,8 @@
 It draws changes of one script, each of one place: a statement or a decorator deleted, True for
 False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
 in a copy of the repository, where the plain tests of the script run, but not those that compare
-texts. Prints what was noticed and what LIVED, and the share. A run that has not ended after
+texts. They must pass there without a change. Prints what was noticed and what LIVED, and the
+share. A run that has not ended after
 --timeout seconds counts as LIVED: no test has noticed it in time.
 Not drawn: imports, texts (help=, description=, docstrings), the deletion of a name's only
 assignment (any run ends with a NameError there), and EQUIVALENT, which no test on a CPU could see.
@@ -29,7 +30,7 @@ from collections import Counter
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one thread: it can be forked
 
 import pytest
-import torch._dynamo
+import torch._dynamo  # noqa: F401
 import torchvision.datasets  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -123,17 +124,17 @@ def run_tests(folder, arguments, output):
     os._exit(status)
 
 
-def noticed_by(script, changed, timeout, units):
-    """Return the name of the test that noticed the change, or None; and what else there is to say."""
+def noticed_by(original, script, changed, timeout, units):
+    """Return the name of the test that noticed the change, or None; and why it is none."""
     number, skipped, deadline = script.name[:2], [], time.monotonic() + timeout
-    arguments = ["-q", "-x", "-m", "not long", "--tb=short", "-p", "no:cacheprovider"]
+    arguments = ["-q", "-x", "-s", "-m", "not long", "--tb=short", "-p", "no:cacheprovider"]
     arguments += ["-k", f"not test_units.py or {number}", "tests/test_units.py"]
     if not units:
         arguments += [*map(str, ROOT.glob(f"tests/test_{number}_*.py")), "tests/test_faults.py"]
     arguments = [argument.replace(f"{ROOT}/", "") for argument in arguments]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        shutil.copytree(original, folder)
         (folder / script.name).write_text(changed)
         while True:
             process = multiprocessing.get_context("fork").Process(
@@ -170,11 +171,16 @@ def main():
     elif args.count < len(found):
         drawn = sorted(random.Random(args.seed).sample(found, args.count))
     noticed = 0
-    for line, shown, changed in drawn:
-        test, remark = noticed_by(script, changed, args.timeout, args.units)
-        noticed += test is not None
-        result = f"noticed by {test}" if test else f"LIVED {remark}"
-        print(f"{line:4} {result} | {shown}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work
+        original = pathlib.Path(folder, "original")
+        shutil.copytree(ROOT, original, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        alarm = noticed_by(original, script, script.read_text(), 2 * args.timeout, args.units)
+        assert alarm == (None, ""), f"without any change: {alarm}"
+        for line, shown, changed in drawn:
+            test, remark = noticed_by(original, script, changed, args.timeout, args.units)
+            noticed += test is not None
+            result = f"noticed by {test}" if test else f"LIVED {remark}"
+            print(f"{line:4} {result} | {shown}", flush=True)
     print(f"{script.name}: {noticed} of {len(drawn)} noticed; {len(found)} could be drawn")
 
 

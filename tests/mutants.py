@@ -1,0 +1,188 @@
+"""Do the tests notice when a statement of 01, 02 or 03 is wrong? A tool, and no test itself.
+
+    python tests/mutants.py 02 --count 40 --seed 1
+
+It draws changes of one script, each of one place: a statement or a decorator deleted, True for
+False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
+in a copy of the repository, where the plain tests of the script run, but not those that compare
+texts. They must pass there without a change. Prints what was noticed and what LIVED, and the
+share. A run that has not ended after
+--timeout seconds counts as LIVED: no test has noticed it in time.
+Not drawn: imports, texts (help=, description=, docstrings), the deletion of a name's only
+assignment (any run ends with a NameError there), and EQUIVALENT, which no test on a CPU could see.
+"""
+
+import argparse
+import ast
+import copy
+import multiprocessing
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one thread: it can be forked
+
+import pytest
+import torch._dynamo  # noqa: F401
+import torchvision.datasets  # noqa: F401
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TURNED = {
+    ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.In: ast.NotIn, ast.Is: ast.IsNot,
+    ast.Add: ast.Sub, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+    ast.BitOr: ast.BitAnd, ast.Or: ast.And,
+}  # fmt: skip
+TURNED |= {new: old for old, new in TURNED.items() if new is not ast.Mult}
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.If)
+
+# {what the change shows, as a pattern: why nobody can see it on a CPU}
+EQUIVALENT = {}
+
+
+def changes(node, bound_once):
+    """Yield (what it is, node to replace, its replacement or None) for every change of one node."""
+    if isinstance(node, SIMPLE):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not text and node not in bound_once:
+            yield "deleted", node, None
+    for decorator in getattr(node, "decorator_list", []):
+        yield "decorator deleted", decorator, None
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "turned", node, ast.Constant(not node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "turned", node, node.operand
+    if isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in TURNED:
+        new = copy.copy(node)
+        new.op = TURNED[type(node.op)]()
+        yield "turned", node, new
+    if isinstance(node, ast.Compare):
+        for i, op in enumerate(node.ops):
+            new = copy.copy(node)
+            new.ops = [*node.ops[:i], TURNED[type(op)](), *node.ops[i + 1 :]]
+            yield "turned", node, new
+    if isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            if keyword.arg not in ("help", "description"):
+                new = copy.copy(node)
+                new.keywords = [other for other in node.keywords if other is not keyword]
+                yield f"without {keyword.arg}=", node, new
+
+
+def mutants(text):
+    """Return [(line number, description, changed text)], all that can be drawn from a script."""
+    tree, lines, found = ast.parse(text), text.splitlines(keepends=True), []
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
+    bound_once = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.Module):
+            names = Counter(
+                n.id for n in ast.walk(function)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))  # fmt: skip
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign):
+                    stored = [n.id for t in node.targets for n in ast.walk(t)
+                              if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+                    if stored and all(names[name] == 1 for name in stored):
+                        bound_once.add(node)
+    for parent in ast.walk(tree):
+        for what, node, new in changes(parent, bound_once):
+            start = starts[node.lineno - 1] + node.col_offset
+            stop = starts[node.end_lineno - 1] + node.end_col_offset
+            replacement = "pass" if new is None else f"({ast.unparse(new)})"
+            if isinstance(new, ast.AugAssign):
+                replacement = ast.unparse(new)
+            if what == "decorator deleted":
+                start, replacement = start - 1, ""  # with its @
+            changed = text[:start] + replacement + text[stop:]
+            ast.parse(changed)
+            old = re.sub(r"\s+", " ", text[start:stop])
+            old = old if len(old) < 70 else f"{old[:67]}..."
+            shown = f"{what}: {old}" + (f" -> {replacement[:70]}" if what == "turned" else "")
+            if not any(re.search(pattern, shown) for pattern in EQUIVALENT):
+                found.append((node.lineno, shown, changed))
+    return sorted(found, key=lambda mutant: mutant[:2])
+
+
+def run_tests(folder, arguments, output):
+    """In a forked process, which has torch loaded: run pytest in folder, its output to a file."""
+    os.setsid()
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    real, fork = multiprocessing.get_context, multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method: fork if method == "forkserver" else real(method)
+    status = pytest.main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def noticed_by(original, script, changed, timeout, units):
+    """Return the name of the test that noticed the change, or None; and why it is none."""
+    number, skipped, deadline = script.name[:2], [], time.monotonic() + timeout
+    arguments = ["-q", "-x", "-s", "-m", "not long", "--tb=short", "-p", "no:cacheprovider"]
+    arguments += ["-k", f"not test_units.py or {number}", "tests/test_units.py"]
+    if not units:
+        arguments += [*map(str, ROOT.glob(f"tests/test_{number}_*.py")), "tests/test_faults.py"]
+    arguments = [argument.replace(f"{ROOT}/", "") for argument in arguments]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
+        shutil.copytree(original, folder)
+        (folder / script.name).write_text(changed)
+        while True:
+            process = multiprocessing.get_context("fork").Process(
+                target=run_tests, args=(folder, arguments + skipped, output))  # fmt: skip
+            process.start()
+            process.join(max(1, deadline - time.monotonic()))
+            if process.is_alive():
+                os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+                return None, "not ended in time"
+            text = output.read_text()
+            failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
+            if failed is None:
+                assert process.exitcode == 0, text
+                return None, ""
+            if "AssertionError: 0 times in " not in text:
+                return failed[1].removeprefix("tests/"), ""
+            skipped.append(f"--deselect={failed[1]}")  # it only missed the text it changes itself
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("script", help="01, 02 or 03")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for one mutant")
+    parser.add_argument("--line", type=int, help="all mutants of this line instead of a draw")
+    parser.add_argument("--units", action="store_true", help="run test_units.py alone")
+    args = parser.parse_args()
+    [script] = ROOT.glob(f"{args.script}_*.py")
+    drawn = found = mutants(script.read_text())
+    if args.line:
+        drawn = [mutant for mutant in found if mutant[0] == args.line]
+    elif args.count < len(found):
+        drawn = sorted(random.Random(args.seed).sample(found, args.count))
+    noticed = 0
+    with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work
+        original = pathlib.Path(folder, "original")
+        shutil.copytree(ROOT, original, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        alarm = noticed_by(original, script, script.read_text(), 2 * args.timeout, args.units)
+        assert alarm == (None, ""), f"without any change: {alarm}"
+        for line, shown, changed in drawn:
+            test, remark = noticed_by(original, script, changed, args.timeout, args.units)
+            noticed += test is not None
+            result = f"noticed by {test}" if test else f"LIVED {remark}"
+            print(f"{line:4} {result} | {shown}", flush=True)
+    print(f"{script.name}: {noticed} of {len(drawn)} noticed; {len(found)} could be drawn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1130 @@
+"""The functions of 01, 02 and 03 one by one, and what a job does without saying so.
+
+Two forked ranks, or one process alone, call all the functions of a script, each in a check below:
+its asserts run there. A job on a tiny set, in which what it calls is written down, shows the rest.
+python tests/mutants.py tells what these tests would not notice.
+"""
+
+import contextlib
+import copy
+import fcntl
+import functools
+import gc
+import hashlib
+import io
+import json
+import os
+import pathlib
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tqdm
+from support import ROOT, fork_ranks, fork_workers, forkserver, idx, variant, write_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DistributedSampler, TensorDataset
+
+NAMES = {path.name[:2]: path.name for path in ROOT.glob("0[123]_*.py")}
+CPU = torch.device("cpu")
+ALL, RESUMING, LAST = ("01", "02", "03"), ("02", "03"), ("03",)
+PAIR, ALONE = {}, {}  # {check: the scripts for which two ranks call it, or one process}
+
+
+def check(kind, scripts):
+    def add(function):
+        kind[function.__name__] = function, scripts
+        return function
+
+    return add
+
+
+def call_checks(number, rank, folder):
+    """In a forked process: call the checks; write {check: None, or its traceback} to a file."""
+    own = pathlib.Path(folder, f"of {rank}")
+    own.mkdir()
+    os.chdir(own)
+    sys.argv = [NAMES[number]]
+    # The names that the functions of the script see, so that a check can put others in their place.
+    script = runpy.run_path(str(ROOT / NAMES[number]))["parse_args"].__globals__
+    results = {}
+    for name, (function, scripts) in (ALONE if rank is None else PAIR).items():
+        if number not in scripts:
+            continue
+        try:
+            if rank is not None:  # a new group each time: what is left of one does not matter
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2,
+                    timeout=timedelta(seconds=30))  # fmt: skip
+                os.environ["LOCAL_RANK"] = str(rank)
+            with contextlib.redirect_stdout(Output()):
+                function(script)
+            if rank is not None:
+                dist.barrier()  # else one may leave while the other still connects
+            results[name] = None
+        except BaseException:  # SystemExit, too
+            results[name] = traceback.format_exc()
+        (own / "results").write_text(json.dumps(results))
+        if rank is not None:
+            if results[name]:
+                break  # which ends the process, so that the other rank does not wait for it
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A function of a script's number: [{check: None or a traceback}], alone and for each rank."""
+
+    @functools.cache
+    def call(number):
+        folder = tmp_path_factory.mktemp(number)
+        processes = [
+            forkserver.Process(target=call_checks, args=(number, rank, str(folder)))
+            for rank in (None, 0, 1)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(90)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        files = [folder / f"of {rank}" / "results" for rank in (None, 0, 1)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+    return call
+
+
+def found(kind):
+    return [(number, name) for name, (_, scripts) in kind.items() for number in scripts]
+
+
+def pytest_generate_tests(metafunc):
+    for fixture, kind in (("alone", ALONE), ("pair", PAIR)):
+        if fixture in metafunc.fixturenames:
+            ids = [f"{number}-{name}" for number, name in found(kind)]
+            metafunc.parametrize(fixture, found(kind), ids=ids)
+
+
+def test_alone(results, alone):
+    number, name = alone
+    result = results(number)[0].get(name, "the process did not come to this check")
+    assert result is None, result
+
+
+def test_two_ranks(results, pair):
+    number, name = pair
+    for rank, of_rank in enumerate(results(number)[1:]):
+        result = of_rank.get(name, "an earlier check failed")
+        assert result is None, f"rank {rank}: {result}"
+
+
+# ---- What the checks need ----
+
+
+class Output(io.StringIO):
+    """A text file that knows how it was written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes, self.unwritten = [], 0
+
+    def write(self, text):
+        self.writes += [text] if text else []
+        self.unwritten += len(text)
+        return super().write(text)
+
+    def flush(self):
+        self.unwritten = 0
+
+
+def printed(function, *arguments, **options):
+    """What function prints: in a single write, and flushed."""
+    with contextlib.redirect_stdout(Output()) as output:
+        function(*arguments, **options)
+    assert output.unwritten == 0 and len(output.writes) <= 1
+    return output.getvalue()
+
+
+def stopped(function, *arguments, sleeps=()):
+    """(status, message) with which function stops the process, after these pauses."""
+    done = []
+    with (
+        pytest.raises(SystemExit) as error,
+        contextlib.redirect_stderr(Output()) as output,
+        patch.object(time, "sleep", done.append),
+    ):
+        function(*arguments)
+    assert done == list(sleeps) and output.unwritten == 0
+    start, _, message = output.getvalue().partition(": error: ")
+    assert start in (*NAMES.values(), "") and message.count("\n") <= 1
+    return error.value.code, message.removeprefix(f"{socket.gethostname()}: ").rstrip("\n")
+
+
+class Parked:
+    """A tensor on no device, until somebody moves it to the CPU."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        assert device == CPU
+        return self.tensor
+
+    def __len__(self):
+        return len(self.tensor)
+
+
+class Sensitive(nn.Module):
+    """A model that shows in which mode it is called: BatchNorm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+        self.calls = []  # (images, whether in inference mode)
+
+    def forward(self, images):
+        self.calls.append((len(images), torch.is_inference_mode_enabled()))
+        return self.layers(images)
+
+
+def state(model):
+    """All of a model, and the random state: what a call must leave as it was."""
+    return [tensor.clone() for tensor in [*model.state_dict().values(), torch.get_rng_state()]]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextlib.contextmanager
+def sums_are_made(script, dtype):
+    """The script makes one sum: of this type, on the device that it was given."""
+    with patch.object(torch, "zeros", wraps=torch.zeros) as zeros:
+        yield
+    assert [call.kwargs for call in zeros.mock_calls if call.args == ((),)] == [
+        {"dtype": dtype, "device": CPU}
+    ]
+
+
+def mean_of_two(spoil, calls=None):
+    """A hook for DDP: the mean over two ranks, as always, plus spoil."""
+
+    def hook(_, bucket):
+        if calls is not None:
+            calls.append(bucket.index())
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] / 2 + spoil)
+
+    return hook
+
+
+# ---- Two ranks ----
+
+
+@check(PAIR, ALL)
+def train_epoch(script):
+    """Batches of 3 and 5 images a rank, against one process that sees all of them."""
+    torch.manual_seed(3)
+    images, labels = torch.rand(2, 8, 4), torch.randint(3, (2, 8))
+    alone, model = nn.Linear(4, 3), nn.Linear(4, 3)
+    model.load_state_dict(alone.state_dict())
+    expected, optimizer = 0.0, torch.optim.SGD(alone.parameters(), lr=0.5)
+    batches, rank, parts = [], dist.get_rank(), (slice(0, 3), slice(3, 8))
+    for part in parts:
+        batches.append((Parked(images[rank, part]), Parked(labels[rank, part])))
+        optimizer.zero_grad()
+        loss = cross_entropy(alone(images[:, part].flatten(0, 1)), labels[:, part].flatten())
+        loss.backward()
+        optimizer.step()
+        expected += loss.item() * labels[:, part].numel() / 16
+    bars, clock = [], iter([10.0, 14.0])
+
+    def bar(batches, **options):
+        bars.append(options)
+        return batches
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    changed = {"tqdm": bar, "time": SimpleNamespace(perf_counter=lambda: next(clock))}
+    with patch.dict(script, changed), sums_are_made(script, torch.float64):
+        loss, speed = script["train_epoch"](DDP(model), batches, optimizer, CPU)
+    assert loss == pytest.approx(expected, rel=1e-6) and speed == 16 / 4
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (mine - its).abs().max() < 1e-6
+    assert bars == [{"leave": False, "disable": None if rank == 0 else True}]
+
+
+@check(PAIR, ALL)
+def evaluate(script):
+    """Every image once, though 2,003 are no multiple of two."""
+    model = Sensitive()
+    images = torch.rand(2003, 4)
+    labels = copy.deepcopy(model).eval()(images).argmax(dim=1)
+    labels[::7] += 1
+    right = sum(1 for i in range(2003) if i % 7)
+    before = state(model)
+
+    class Images:
+        def __len__(self):
+            return 2003
+
+        def __getitem__(self, indices):
+            return Parked(images[indices]), Parked(labels[indices])
+
+    wrapper = nn.Module()
+    wrapper.module = model
+    with sums_are_made(script, torch.int64):
+        assert script["evaluate"](wrapper, Images(), CPU) == right / 2003
+    assert equal(state(model), before) and model.training and wrapper.training
+    sizes, modes = zip(*model.calls, strict=True)
+    assert sum(sizes) == 1002 - dist.get_rank() and max(sizes) <= 1000 and all(modes)
+
+
+@check(PAIR, RESUMING)
+def settle_buckets(script):
+    model = Sensitive()
+    before, passes, syncs = state(model), [], []
+    wrapper = DDP(model)
+    model.layers[2].weight.register_hook(passes.append)
+    wrapper.register_comm_hook(None, mean_of_two(0, syncs))
+    script["settle_buckets"](wrapper, torch.rand(6, 4))
+    after = state(model)
+    torch.set_rng_state(before[-1])
+    torch.rand(6, 4)  # the images above
+    assert equal(after, [*before[:-1], torch.get_rng_state()])
+    assert len(passes) == 1 and syncs, "no backward through DDP"
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training and wrapper.training
+
+
+@check(PAIR, ("01",))
+def check_gradients(script):
+    torch.manual_seed(5)
+    images = torch.randint(256, (2, 8, 28, 28), dtype=torch.uint8)
+    labels, rank = torch.randint(10, (2, 8)), dist.get_rank()
+    net = script["Net"]()
+
+    def gradient(images, labels):
+        alone = copy.deepcopy(net)
+        cross_entropy(alone(images), labels).backward()
+        return torch.cat([p.grad.flatten() for p in alone.parameters()])
+
+    whole = gradient(images.flatten(0, 1), labels.flatten())
+    off = max((gradient(images[r], labels[r]) - whole).abs().max() for r in (0, 1))
+    wrapper, mine = DDP(net), (images[rank], labels[rank], CPU)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        script["check_gradients"](wrapper, *mine)
+    lines = output.getvalue().splitlines()
+    assert all(p.grad is None for p in net.parameters())
+    if rank == 0:
+        told = float(lines[1].split(": ")[1].split()[0])
+        assert told == pytest.approx((off / whole.abs().max()).item(), rel=0.1)
+        assert float(lines[2].split(": ")[1]) < 1e-5
+    # What DDP leaves on one rank alone is wrong; nan is wrong, too.
+    for spoil in (1e-3, torch.nan):
+        wrapper = DDP(copy.deepcopy(net))
+        wrapper.register_comm_hook(None, mean_of_two(rank * spoil))
+        with pytest.raises(RuntimeError, match="DDP's gradient is off by"):
+            script["check_gradients"](wrapper, *mine)
+
+
+@check(PAIR, ALL)
+def check_replicas(script):
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    weights = model.module.state_dict()
+    for tensor in weights.values():
+        tensor.fill_(1)
+    said = printed(script["check_replicas"], model)
+    digest = hashlib.sha256(torch.ones(6).numpy().tobytes()).hexdigest()[:12]
+    rank = dist.get_rank()
+    assert said == ("" if rank else f"[rank 0/2] 2 replicas are identical, sha256 {digest}\n")
+    weights["bias"][1] += rank * 1e-6
+    with pytest.raises(RuntimeError, match=f"the replicas differ: sha256 {digest}, "):
+        script["check_replicas"](model)
+
+
+@check(PAIR, ALL)
+def log_and_gathered(script):
+    rank = dist.get_rank()
+    assert printed(script["log"], "a") == ("" if rank else "[rank 0/2] a\n")
+    assert printed(script["log"], "a", every_rank=True) == f"[rank {rank}/2] a\n"
+    assert script["gathered"]({rank: None}) == [{0: None}, {1: None}]
+
+
+@check(PAIR, ALL)
+def stop(script):
+    """Rank 0 speaks at once; the others when they are the only ones that still live."""
+    sleeps = [10] * dist.get_rank()
+    assert stopped(script["stop"], "why", sleeps=sleeps) == (2, "why")
+    assert stopped(script["stop"], "why", 3, sleeps=sleeps) == (3, "why")
+
+
+def trained(script, seed, steps):
+    """A model and its optimizer, after some steps."""
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(3, 2)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def momenta(optimizer):
+    return [its["momentum_buffer"] for its in optimizer.state_dict()["state"].values()]
+
+
+@check(PAIR, LAST)
+def take_newest(script):
+    rank = dist.get_rank()
+    newest, its_optimizer = trained(script, 1, 5)
+    with (
+        patch.object(socket, "gethostname", lambda: f"node{rank}"),
+        patch.object(torch, "load", wraps=torch.load) as load,
+        patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as send,
+    ):
+        model, optimizer = trained(script, rank, 5 * rank)
+        assert script["take_newest"](1 + 5 * rank, model, optimizer) == (6, "node1")
+        assert equal(model.state_dict().values(), newest.state_dict().values())
+        assert equal(momenta(optimizer), momenta(its_optimizer)) and len(momenta(optimizer)) == 2
+        assert load.call_args.kwargs == {"map_location": "cpu", "weights_only": True}
+        assert script["take_newest"](6, model, optimizer) == (6, "node0"), "not the first of equals"
+        assert send.call_count == 2
+        before = state(model)
+        assert script["take_newest"](1, model, optimizer) == (1, "node0")
+        assert equal(state(model), before) and send.call_count == 2, "there was nothing to send"
+
+
+@check(PAIR, LAST)
+def check_data(script):
+    """Ranks that play machines: all of the set counts, and one rank of each machine looks."""
+    rank = dist.get_rank()
+    data, labels = torch.zeros(4, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    same, other_labels = TensorDataset(data, labels), TensorDataset(data, labels + rank)
+    with patch.object(socket, "gethostname", lambda: f"node{rank}"):
+        script["check_data"](other_labels, "images")  # the second rank of one machine is not asked
+        os.environ["LOCAL_RANK"] = "0"
+        script["check_data"](same, "images")
+        for wrong in (other_labels, TensorDataset(data + rank, labels)):
+            status, message = stopped(script["check_data"], wrong, "images")
+            assert status == 1 and message.startswith("the machines would train on different data")
+            for machine in ("node0", "node1"):
+                assert f"{machine} has 4 images, sha256 " in message
+
+
+# ---- One process alone ----
+
+
+@check(ALONE, ALL)
+def save(script):
+    """At every step, what a power cut or a crash would leave."""
+    path, events = pathlib.Path("saved.pt"), []
+    path.write_text("old")
+    fsync, replace, content = os.fsync, os.replace, {"a": torch.arange(9)}
+
+    def watched_fsync(number):
+        events.append(("fsync", os.fstat(number).st_size))
+        fsync(number)
+
+    def watched_replace(source, target):
+        assert path.read_text() == "old" and os.path.dirname(source) == os.path.dirname(target)
+        events.append(("replace", os.stat(source).st_size))
+        replace(source, target)
+
+    def save_in_pieces(state, file):  # and flush nothing, on which nobody may rely
+        file.write(saved[:100])
+        file.write(saved[100:])
+
+    torch.save(content, "whole.pt")
+    saved = pathlib.Path("whole.pt").read_bytes()
+    with (
+        patch.object(torch, "save", save_in_pieces),
+        patch.object(os, "fsync", watched_fsync),
+        patch.object(os, "replace", watched_replace),
+    ):
+        script["save"](content, "saved.pt")
+    size = path.stat().st_size
+    assert events == [("fsync", size), ("replace", size)], "not all was flushed to the disk"
+    assert torch.equal(torch.load(path, weights_only=True)["a"], content["a"])
+    before, names = path.read_bytes(), sorted(os.listdir())
+    for owner, name, error in (
+        (os, "replace", OSError("x")), (os, "fsync", OSError("x")),
+        (torch, "save", RuntimeError("x")),
+    ):  # fmt: skip
+        with patch.object(owner, name, side_effect=error):
+            assert stopped(script["save"], content, "saved.pt") == (
+                1, "cannot write saved.pt, which stays as it was; is the disk full? (x)"
+            )  # fmt: skip
+        assert path.read_bytes() == before and sorted(os.listdir()) == names
+    status, message = stopped(script["save"], content, "no/such.pt")
+    assert status == 1 and message.startswith("cannot write no/such.pt")
+
+
+@check(ALONE, RESUMING)
+def resume(script):
+    model, optimizer = trained(script, 1, 5)
+    other, its_optimizer = trained(script, 2, 0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                "next_epoch": 6}, "resume.pt")  # fmt: skip
+    assert script["resume"]("none.pt", other, its_optimizer) == 1
+    with patch.object(torch, "load", wraps=torch.load) as load:
+        assert script["resume"]("resume.pt", other, its_optimizer) == 6
+    assert load.call_args.kwargs == {"map_location": "cpu", "weights_only": True}
+    assert equal(model.state_dict().values(), other.state_dict().values())
+    assert equal(momenta(optimizer), momenta(its_optimizer)) and momenta(optimizer)
+
+
+@check(ALONE, ALL)
+def net(script):
+    """Seeded and run on images; their scale does not swamp the first weights."""
+    torch.manual_seed(0)
+    net, images = script["Net"](), torch.randint(256, (3, 28, 28), dtype=torch.uint8)
+    layers = list(net.layers)
+    assert net(images).shape == (3, 10)
+    x = images.unsqueeze(1) / 255
+    for layer in layers:
+        x = layer(x)
+    assert (net(images) - x).abs().max() < 1e-6
+    assert sum(p.numel() for p in net.parameters()) == 16 * 26 + 32 * 401 + 10 * 513
+
+
+@check(ALONE, ALL)
+def generate_data(script):
+    torch.manual_seed(1)
+    images, labels = script["generate_data"](2000)
+    torch.manual_seed(2)
+    assert equal(script["generate_data"](2000), (images, labels)), "not the same on all ranks"
+    assert images.shape == (2000, 28, 28) and images.dtype == torch.uint8
+    assert labels.shape == (2000,) and sorted(set(labels.tolist())) == list(range(10))
+    # Half of the pixels are 45 lighter. All have noise, from 0 to 209.
+    for share in ((images >= 210).double().mean(), (images < 45).double().mean()):
+        assert 0.08 < share < 0.14
+    # 49 shifts of each pattern: two images of one label have the same one 41 times in 2,000.
+    one = images[labels == 0].double().flatten(1)
+    one -= one.mean(dim=1, keepdim=True)
+    alike = (one[1:] @ one[0]) / (one[1:].norm(dim=1) * one[0].norm())
+    assert 0.001 < (alike > 0.08).double().mean() and alike.max() < 0.3
+
+
+@check(ALONE, ALL)
+def load_data(script):
+    train, test, source = script["load_data"](".")
+    assert source.startswith("generated images") and (len(train), len(test)) == (8192, 2048)
+    whole = script["generate_data"](10240)
+    for i, tensor in enumerate(whole):
+        assert torch.equal(torch.cat([train.tensors[i], test.tensors[i]]), tensor)
+    folder = write_digits(pathlib.Path("digits"))
+    train, test, source = script["load_data"]("digits")
+    assert source == "images of MNIST" and (len(train), len(test)) == (1024, 256)
+    for name, its in (("train", train), ("t10k", test)):
+        raw = [(folder / f"MNIST/raw/{name}-{kind}-ubyte").read_bytes()
+               for kind in ("images-idx3", "labels-idx1")]  # fmt: skip
+        assert [idx(tensor) for tensor in its.tensors] == raw
+    (folder / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(b"")
+    status, message = stopped(script["load_data"], "digits")
+    assert status == 1 and "python download_mnist.py --data-dir digits" in message
+
+
+@check(ALONE, ALL)
+def pick_device(script):
+    conv = torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    assert script["pick_device"](1) == (CPU, "gloo") and conv.fp32_precision == before
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "set_device") as set_device,
+    ):
+        assert script["pick_device"](1) == (torch.device("cuda", 1), "nccl")
+    set_device.assert_called_once_with(1)
+    assert conv.fp32_precision == "ieee"
+    conv.fp32_precision = before
+
+
+@check(ALONE, ALL)
+def share_cores(script):
+    share = script["share_cores"]
+    with (
+        patch.object(os, "sched_getaffinity", lambda _: set(range(12)), create=True),
+        patch.object(os, "cpu_count", lambda: 20),
+        patch.object(os, "sched_setscheduler", create=True) as schedule,
+    ):
+        for ranks, threads in ((2, 6), (5, 2), (99, 1)):
+            share(ranks)
+            assert torch.get_num_threads() == threads
+        batch = getattr(os, "SCHED_BATCH", None)
+        if batch is not None:
+            assert [call.args[:2] for call in schedule.mock_calls] == [(0, batch)] * 3
+        schedule.side_effect = PermissionError
+        share(2)
+        schedule.reset_mock()
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            share(3)
+        assert torch.get_num_threads() == 4 and not schedule.called
+        del os.sched_getaffinity
+        share(2)
+        assert torch.get_num_threads() == 10
+        os.sched_getaffinity = None  # for patch, to put the real one back
+
+
+@check(ALONE, ("01", "02"))
+def listen_locally(script):
+    script["listen_locally"]()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == socket.if_indextoname(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
+    script["listen_locally"]()
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "eth7"
+
+
+PARSED = {
+    "01": {"nprocs": 2, "checkpoint_path": "checkpoint.pt"},
+    "02": {"snapshot_path": "snapshot.pt", "crash_epoch": None, "local_rank": None},
+    "03": {"snapshot_path": "snapshot.pt", "timeout": 60, "local_rank": None},
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+def gpus(count):
+    return patch.object(torch.cuda, "device_count", lambda: count)
+
+
+@check(ALONE, ALL)
+def parse_args(script):
+    number = sys.argv[0][:2]
+    expected = {"total_epochs": 5, "save_every": 1, "batch_size": 64, "data_dir": "data"}
+    expected |= PARSED[number]
+    with patch.dict(os.environ, {} if number == "01" else TORCHRUN):
+        with patch.object(sys, "argv", [NAMES[number]]):
+            assert vars(script["parse_args"]()) == expected
+            for count in (2, 3):
+                with gpus(count):
+                    found = vars(script["parse_args"]())
+                    assert found == expected | ({"nprocs": count} if number == "01" else {})
+        words = []
+        for i, (name, default) in enumerate(expected.items()):
+            option = [f"--{name.replace('_', '-')}"] * (i > 1)
+            expected[name] = f"x{i}" if isinstance(default, str) else i + 10
+            words += [*option, str(expected[name])]
+        with patch.object(sys, "argv", [NAMES[number], *words]):
+            assert vars(script["parse_args"]()) == expected
+        for argument in ([0], [1, 0], ["many"], ["--batch-size=x"], ["--local-rank=x"]):
+            with patch.object(sys, "argv", [NAMES[number], *map(str, argument)]):
+                assert stopped(script["parse_args"])[0] == 2
+        with patch.object(sys, "argv", [NAMES[number]]):
+            two = ["--nprocs=2"] if number == "01" else []
+            with gpus(1), patch.object(sys, "argv", [NAMES[number], *two]):
+                status, message = stopped(script["parse_args"])
+                assert status == 2 and "and there are 1: use --n" in message
+            wrong = {"LOCAL_RANK": "0"} if number == "01" else {}
+            with patch.dict(os.environ, wrong, clear=True):
+                assert "torchrun" in stopped(script["parse_args"])[1]
+    if number == "03":  # by hand: a process a machine
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        hand = {name: TORCHRUN[name] for name in names}
+        with patch.object(sys, "argv", [NAMES[number]]):
+            for missing in hand:
+                rest = {name: value for name, value in hand.items() if name != missing}
+                with patch.dict(os.environ, rest, clear=True):
+                    assert "start it with: torchrun" in stopped(script["parse_args"])[1]
+            with patch.dict(os.environ, hand, clear=True):
+                script["parse_args"]()
+                assert os.environ["LOCAL_RANK"] == "0" and os.environ["LOCAL_WORLD_SIZE"] == "1"
+    if number == "02":
+        several = patch.dict(os.environ, TORCHRUN | {"WORLD_SIZE": "4"})
+        with several, patch.object(sys, "argv", [NAMES[number]]):
+            assert "this script is for one machine" in stopped(script["parse_args"])[1]
+
+
+@check(ALONE, ("01",))
+def the_parent(script):
+    """main starts the processes; what it says when they end badly, or when somebody interrupts."""
+    calls, children = [], [SimpleNamespace(terminate=lambda: calls.append("terminate"))]
+
+    def spawn(worker, args, nprocs):
+        calls.append((worker, args[0], args[2].nprocs, nprocs))
+        assert os.path.isdir(os.path.dirname(args[1].removeprefix("file://")))
+        raise error
+
+    died = functools.partial(mp.ProcessExitedException, "process 1 died", 1, 1)
+    ends = [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (died(3), 3, ""),
+        (died(-9, "SIGKILL"), 1, "process 1 died; out of memory? The other processes were ended"),
+    ]
+    with (
+        patch.object(sys, "argv", [NAMES["01"], "--nprocs=4"]),
+        patch.object(mp, "spawn", spawn),
+        patch.object(mp, "active_children", lambda: children),
+    ):
+        for error, status, message in ends:
+            calls.clear()
+            assert stopped(script["main"]) == (status, message)
+            assert calls == [(script["worker"], 4, 4, 4), "terminate"]
+
+
+@check(ALONE, RESUMING)
+def lock(script):
+    script["lock"]("locked.pt")
+    for again in (False, True):
+        status, message = stopped(script["lock"], "locked.pt")
+        assert status == 1 and message.startswith("another job is running with locked.pt")
+    status, message = stopped(script["lock"], "no/such.pt")
+    assert status == 2 and message.startswith("cannot write no/such.pt (No such file or directory)")
+
+
+class FakeStore(dict):
+    """A store in which others have left what it is made with, and its calls in order."""
+
+    timeout, error = timedelta(seconds=7), None
+
+    def __init__(self, *there):
+        super().__init__(dict.fromkeys(there))
+        self.calls = []
+
+    def set_timeout(self, timeout):
+        self.calls.append(("timeout", timeout))
+
+    def set(self, name, value):
+        if self.error:
+            raise self.error
+        self.calls.append(("set", name))
+        self[name] = value
+
+    def check(self, names):
+        return all(name in self for name in names)
+
+    def wait(self, names):
+        self.calls.append("wait")
+        if not self.check(names):
+            raise dist.DistStoreError("timeout")
+
+
+@check(ALONE, RESUMING)
+def roll_call(script):
+    store = FakeStore("rank 0", "rank 2")
+    assert script["roll_call"](store, 1, 3) is None
+    assert store.calls == [("set", "rank 1"), "wait"]
+    status, message = stopped(script["roll_call"], FakeStore("rank 2"), 0, 4)
+    assert status == 1 and message.startswith("rank 1, rank 3 did not come within 7 s")
+
+
+@check(ALONE, LAST)
+def name_the_stopped(script):
+    timeouts = ("Timed out waiting 3 ms", "a timeout", "it has timed out")
+    for error, there, whom in (
+        *((error, ["rank 0 failed"], "rank 2: it has stopped") for error in timeouts),
+        (timeouts[0], [], "rank 0, 2: it has stopped"),
+        (timeouts[0], ["rank 0 failed", "rank 2 failed"], "others, which wait elsewhere: compare"),
+        ("division by zero", [], None),
+    ):
+        store = FakeStore(*there)
+        with patch.object(time, "sleep", lambda s, store=store: store.calls.append(("sleep", s))):
+            said = printed(script["name_the_stopped"], RuntimeError(error), store, 1, 3)
+        assert said.startswith(f"[rank 1/3] waited in vain for {whom}") if whom else said == ""
+        assert said.count("\n") == (whom is not None)
+        assert store.calls == [
+            ("timeout", timedelta(seconds=5)), ("set", "rank 1 failed"), ("sleep", 2)
+        ]  # fmt: skip
+    store.error = dist.DistNetworkError("the store is gone")
+    assert printed(script["name_the_stopped"], RuntimeError("timed out"), store, 1, 3) == ""
+
+
+@check(ALONE, LAST)
+def save_if_ours(script):
+    path = pathlib.Path("ours.pt")
+    version, save = script["version"], script["save_if_ours"]
+    assert version("ours.pt") is None
+    known = save({"a": 1}, "ours.pt", None)
+    assert known == version("ours.pt") is not None
+    newer = save({"a": 2}, "ours.pt", known)
+    assert newer == version("ours.pt") != known
+    status, message = stopped(save, {"a": 3}, "ours.pt", known)
+    assert status == 1 and message.startswith("another job, or a lost part of this one, has wri")
+    assert torch.load(path) == {"a": 2}
+    path.unlink()  # by somebody who means it
+    save({"a": 4}, "ours.pt", newer)
+    assert torch.load(path) == {"a": 4}
+
+
+@check(ALONE, LAST)
+def explain(script):
+    checked = "run launch/check_machines.py on each machine"
+    address = "gives the others its address 127.0.1.1"
+    restart = "this is a restart, with a store that still holds"
+    unknown = "node1 does not know the name node1"
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    for own, environment, cause in (
+        ("127.0.1.1", {}, address),
+        ("10.0.0.1", {}, checked),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, checked),
+        ("127.0.1.1", {"WORLD_SIZE": "1"}, checked),
+        (None, {}, unknown),
+        ("10.0.0.1", elastic, restart),
+        ("10.0.0.1", elastic | {"TORCHELASTIC_RESTART_COUNT": "0"}, checked),
+        ("10.0.0.1", elastic | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, checked),
+        ("10.0.0.1", {"TORCHELASTIC_RESTART_COUNT": "1"}, checked),
+    ):
+        known = {"node1": own} if own else {}
+
+        def look_up(name, known=known):
+            if name not in known:
+                raise OSError
+            return known[name]
+
+        environment = {"MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2",
+                       **environment}  # fmt: skip
+        with (
+            patch.dict(os.environ, environment),
+            patch.object(socket, "gethostname", lambda: "node1"),
+            patch.object(socket, "gethostbyname", look_up),
+        ):
+            said = script["explain"](ValueError(f"why {'?' * 400}\nmore"))
+            assert cause in said and said.endswith(f" (ValueError: why {'?' * 296})"), said
+            if own:  # then another name may be unknown
+                os.environ["MASTER_ADDR"] = "node9"
+                assert "node1 does not know the name node9" in script["explain"](OSError()) or (
+                    cause in (restart, address)
+                )
+
+
+@check(ALONE, ("02",))
+def crash_halfway(script):
+    kills = []
+    with (
+        patch.object(os, "kill", lambda *args: kills.append(args)),
+        patch.dict(script, log=lambda *args, **kwargs: kills.append((args[0][:16], kwargs))),
+    ):
+        assert list(script["crash_halfway"](list(range(10)))) == [0, 1, 2, 3, 4]
+    assert kills == [("crash on purpose", {"every_rank": True}), (os.getpid(), signal.SIGKILL)]
+
+
+# ---- Jobs: two ranks on 63 images, with a seed of their own ----
+
+SEED = 7
+
+
+def write_down():
+    """Called in a child: what it calls from now on, in order, goes to a file of the process."""
+    def note(name, **what):
+        with open(f"calls {os.getpid()}", "a") as file:
+            print(json.dumps([name, what]), file=file)
+
+    def noted(owner, name, describe):
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*args, **kwargs):
+            note(name, **describe(*args, **kwargs))
+            return real(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def kwargs(*_, **kwargs):
+        return {name: value for name, value in kwargs.items()
+                if isinstance(value, int | float | str | None)}  # fmt: skip
+
+    def group(*args, timeout, **options):
+        return kwargs(**options) | {
+            "timeout": timeout.total_seconds(), "has_store": "store" in options,
+            "threads": torch.get_num_threads(), "policy": os.sched_getscheduler(0),
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+            "threads_end": all(t.daemon for t in threading.enumerate()[1:]),
+            "watchers": threading.active_count() - 1,
+        }  # fmt: skip
+
+    def state(content, *_, **__):
+        if not isinstance(content, dict):  # tensors that are sent are pickled in this way
+            return {}
+        return {name: value for name, value in content.items() if isinstance(value, int)} | {
+            "momenta": len(content.get("optimizer", {}).get("state", []))}  # fmt: skip
+
+    # Twelve cores, so that a share of them is not what it would be anyhow.
+    os.sched_getaffinity = lambda _: set(range(12))
+    noted(dist, "rendezvous", lambda *_, timeout: {"timeout": timeout.total_seconds()})
+    noted(dist, "PrefixStore", lambda prefix, store: {"prefix": prefix})
+    noted(fcntl, "flock", kwargs)
+    noted(dist, "init_process_group", group)
+    noted(dist, "barrier", kwargs)
+    noted(dist, "destroy_process_group", kwargs)
+    noted(gc, "collect", kwargs)
+    noted(torch.optim.SGD, "__init__", kwargs)
+    noted(torch, "save", state)
+    noted(torch, "load", kwargs)
+    noted(tqdm, "tqdm", kwargs)
+
+    def weights(model):
+        return hashlib.sha256(torch.cat([p.flatten() for p in model.parameters()])
+                              .detach().numpy().tobytes()).hexdigest()  # fmt: skip
+
+    noted(DDP, "__init__", lambda _, model, **k: {"weights": weights(model), **kwargs(**k)})
+    noted(DDP, "forward", lambda wrapper, images: {"images": len(images), "on": wrapper.training})
+    draw = DistributedSampler.__iter__
+
+    def draw_and_note(sampler):
+        items = list(draw(sampler))
+        note("draw", epoch=sampler.epoch, seed=sampler.seed, items=items)
+        return iter(items)
+
+    DistributedSampler.__iter__ = draw_and_note
+
+
+def sigterm_in_epoch(number):
+    """Called in a child: the last rank gets SIGTERM as that epoch begins."""
+    set_epoch = DistributedSampler.set_epoch
+
+    def set_epoch_and_kill(sampler, epoch):
+        set_epoch(sampler, epoch)
+        if epoch == number and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    DistributedSampler.set_epoch = set_epoch_and_kill
+
+
+def fail_in_epoch_1():
+    """Called in a child: a collective fails; what torchrun would read is to be in report.json."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath("report.json")
+    time.sleep = lambda seconds: None
+
+    def set_epoch(sampler, epoch):
+        raise RuntimeError("Timed out, says this test")
+
+    DistributedSampler.set_epoch = set_epoch
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A function: run a job of a script in a folder; return (result, {rank: calls})."""
+    data = tmp_path_factory.mktemp("tiny")
+    raw = data / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split, count in (("train", 63), ("t10k", 17)):
+        images = torch.randint(256, (count, 28, 28), generator=torch.Generator().manual_seed(1))
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images))
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(images[:, 0, 0] % 10))
+
+    def run(number, folder, epochs, save_every, before=(), world_size=2):
+        for file in folder.glob("calls *"):
+            file.unlink()
+        script = variant(folder, NAMES[number], {"SEED = 0\n": f"SEED = {SEED}\n"})
+        hooks = (write_down, *before)
+        if number == "01":
+            result = fork_workers(
+                script, folder, world_size, before=hooks, total_epochs=epochs, batch_size=20,
+                save_every=save_every, data_dir=str(data), checkpoint_path="checkpoint.pt",
+            )  # fmt: skip
+        else:
+            result = fork_ranks(
+                script, epochs, save_every, "--data-dir", data, "--batch-size", 20, cwd=folder,
+                world_size=world_size, before=hooks,
+            )  # fmt: skip
+        calls = {}
+        for file in folder.glob("calls *"):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            ranks = [what["rank"] for name, what in lines if name == "init_process_group"]
+            calls[ranks[0]] = lines
+        return result, calls
+
+    return run
+
+
+def all_of(name, calls):
+    return [what for other, what in calls if other == name]
+
+
+@pytest.fixture(scope="module", params=ALL)
+def first_job(request, job, tmp_path_factory):
+    """(the script's number, its folder, result, calls): three epochs, a snapshot every two."""
+    folder = tmp_path_factory.mktemp(f"job{request.param}")
+    result, calls = job(request.param, folder, 3, 2)
+    assert result.status == 0 and sorted(calls) == [0, 1], result.output
+    return request.param, folder, result, calls
+
+
+def test_a_job_sets_up_its_process_and_its_group(first_job):
+    number, folder, _, calls = first_job
+    for rank in (0, 1):
+        [group] = all_of("init_process_group", calls[rank])
+        expected = {"rank": rank, "world_size": 2, "device_id": None, "threads": 6}
+        expected |= {"timeout": 60 if number == "03" else 120, "policy": os.SCHED_BATCH}
+        expected |= {"interface": None if number == "03" else socket.if_indextoname(1)}
+        expected |= {"threads_end": True, "watchers": int(number != "01")}
+        if number == "01":
+            assert group.pop("init_method").startswith("file://")
+        assert group == expected | {"has_store": number != "01"}
+        assert all_of("rendezvous", calls[rank]) == [
+            {"timeout": group["timeout"]}] * (number != "01")  # fmt: skip
+        prefixes = all_of("PrefixStore", calls[rank])
+        assert prefixes[:1] == [{"prefix": "attempt 0"}] * (number == "02")
+        assert len(all_of("flock", calls[rank])) == (rank == 0 and number != "01")
+        ends = [name for name, _ in calls[rank]][-2:]
+        assert ends == ["collect", "destroy_process_group"]
+        assert all_of("tqdm", calls[rank]) == [
+            {"leave": False, "disable": None if rank == 0 else True}] * 3  # fmt: skip
+    lock = {"02": "snapshot.pt.lock", "03": f"snapshot.pt.{socket.gethostname()}.lock"}.get(number)
+    assert [file.name for file in folder.glob("*.lock")] == ([lock] if lock else [])
+
+
+def test_a_job_trains_whole_batches_of_its_own_images(first_job):
+    number, _, _, calls = first_job
+    net = runpy.run_path(str(ROOT / NAMES[number]))["Net"]
+    for rank in (0, 1):
+        # 31 of 63 images for each rank; three batches of ten. Before them, one for the proof, or
+        # to settle the buckets.
+        passes = all_of("forward", calls[rank])
+        assert [its["images"] for its in passes] == [10] * 10
+        assert [its["on"] for its in passes] == [number == "01"] + [True] * 9
+        assert all_of("__init__", calls[rank])[0] == {"lr": 0.03, "momentum": 0.9}
+        assert {its["seed"] for its in all_of("draw", calls[rank])} == {SEED}
+    draws = [{its["epoch"]: its["items"] for its in all_of("draw", calls[rank])} for rank in (0, 1)]
+    for epoch in (1, 2, 3):
+        mine, its = draws[0][epoch], draws[1][epoch]
+        assert len(mine) == len(its) == 31 and len({*mine, *its}) == 62
+    assert len({tuple(items) for of_rank in draws for items in of_rank.values()}) == 8
+    torch.manual_seed(SEED)
+    weights = torch.cat([p.flatten() for p in net().parameters()]).detach()
+    expected = {"weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest()}
+    expected |= {"gradient_as_bucket_view": True}
+    assert [all_of("__init__", calls[rank])[1:] for rank in (0, 1)] == [[expected]] * 2
+
+
+def test_one_rank_of_a_job_saves_and_speaks(first_job):
+    number, _, result, calls = first_job
+    key, momenta = ("epoch", 0) if number == "01" else ("next_epoch", 6)
+    later = int(number != "01")
+    expected = [{key: epoch + later, "momenta": momenta} for epoch in (2, 3)]
+    saves = [[its for its in all_of("save", calls[rank]) if its] for rank in (0, 1)]
+    assert saves == [expected, []]
+    assert result.saved() == [2, 3] and list(result.epochs()) == [1, 2, 3]
+    said, other = result.lines(0), result.lines(1)
+    own = [line for line in other if ", cpu, gloo" in line]
+    assert other == own and len(own) == int(number != "03")
+    assert said.count("data: 63 + 17 images of MNIST") == 1
+    assert said.count("batch size 20: 2 ranks x 10 images") == 1
+    assert said[-1].startswith("2 replicas are identical, sha256 ")
+    assert not any("resumed" in line or "nothing left" in line for line in said)
+    if number == "01":
+        assert len([line for line in said if "gradient" in line]) == 3
+
+
+@pytest.mark.parametrize("number", RESUMING)
+def test_a_finished_job_loads_safely_and_trains_no_more(job, tmp_path, number):
+    job(number, tmp_path, 1, 1)
+    result, calls = job(number, tmp_path, 1, 1)
+    assert result.status == 0 and result.epochs() == {}, result.output
+    assert len([line for line in result.lines(0) if "resumed from snapshot.pt" in line]) == 1
+    assert len([line for line in result.lines(0) if "nothing left to train" in line]) == 1
+    for rank in (0, 1):
+        # 03: local rank 0 reads the file, and then all get its content.
+        loads = all_of("load", calls[rank])
+        assert len(loads) == (1 if number == "02" or rank == 1 else 2)
+        assert all(its == {"map_location": "cpu", "weights_only": True} for its in loads)
+        assert not [its for its in all_of("save", calls[rank]) if "next_epoch" in its]
+
+
+def test_asked_to_leave_in_any_epoch(job, tmp_path):
+    """All wait until rank 0 has saved; in the last epoch, there is nothing to leave."""
+    result, calls = job("03", tmp_path, 2, 2, [functools.partial(sigterm_in_epoch, 1)])
+    assert result.status == 128 + signal.SIGTERM and result.saved() == [1], result.output
+    names = [name for name, _ in calls[0]]
+    assert names.index("save") < names.index("barrier")
+    for rank, who in enumerate(("another", "this")):
+        line = f"{who} rank was asked to leave (SIGTERM): end after epoch 1"
+        assert result.lines(rank).count(line) == 1, result.output
+        names = [name for name, _ in calls[rank]]
+        assert names.count("barrier") == 1 and names[-1] == "destroy_process_group"
+    result, _ = job("03", tmp_path, 2, 2, [functools.partial(sigterm_in_epoch, 2)])
+    assert result.status == 0 and result.saved() == [2], result.output
+    assert "asked to leave" not in result.output
+
+
+@pytest.mark.parametrize("number", RESUMING)
+def test_an_error_ends_a_rank_and_reaches_torchrun(job, tmp_path, number):
+    result, calls = job(number, tmp_path, 1, 1, [fail_in_epoch_1], world_size=1)
+    assert result.status == 1 and "RuntimeError: Timed out, says this test" in result.output
+    said = "[rank 0/1] waited in vain for others, which wait elsewhere"
+    assert (said in result.output) == (number == "03")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "Timed out, says this test" in report["message"]["message"]
+    assert not all_of("destroy_process_group", calls[0])
+
+
+# ---- Without a launcher ----
+
+
+def hang_in_epoch_1(ready):
+    """Called in a child: tell the test when training begins and a watcher has looked, and wait."""
+    looked, sleep = threading.Event(), time.sleep
+
+    def look(seconds):
+        if threading.current_thread() is not threading.main_thread():
+            looked.set()
+        sleep(seconds)
+
+    def set_epoch(sampler, epoch):
+        assert looked.wait(60)
+        os.write(ready, b"x")
+        signal.pause()
+
+    time.sleep, DistributedSampler.set_epoch = look, set_epoch
+
+
+def launcher(number, folder, ready):
+    """In a forked process: start a rank of a job, wait until it trains, and die."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inside, outside = os.pipe()
+    if os.fork() == 0:
+        os.chdir(folder)
+        os.environ.update(TORCHRUN, WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+        sys.argv = [NAMES[number], "1"]
+        hang_in_epoch_1(outside)
+        os.write(ready.fileno(), f"{os.getpid()}\n".encode())
+        try:
+            runpy.run_path(str(ROOT / NAMES[number]), run_name="__main__")
+        finally:
+            os._exit(1)
+    os.close(outside)
+    os.read(inside, 1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("number", RESUMING)
+def test_a_rank_ends_with_its_launcher(tmp_path, number):
+    """It holds the writing end of a pipe, so the pipe ends when the rank does."""
+    theirs, ours = socket.socketpair()
+    process = forkserver.Process(target=launcher, args=(number, str(tmp_path), theirs))
+    process.start()
+    theirs.close()
+    ours.settimeout(60)
+    pid = int(ours.recv(100))
+    try:
+        process.join(90)
+        assert process.exitcode == 0
+        assert ours.recv(100) == b"", "the rank goes on without its launcher"
+    except TimeoutError:
+        raise AssertionError("the rank goes on without its launcher") from None
+    finally:
+        process.kill()
+        process.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

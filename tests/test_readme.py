@@ -182,7 +182,7 @@ def redraw(monkeypatch, tmp_path):
 def test_the_pictures_are_those_of_their_logs(redraw, tmp_path):
     redraw()
     drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
-    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 4
+    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 5
     for name in drawn:
         assert f"(transcripts/{name})" in README
         found = pictures.differences(shown.FOLDER / name, tmp_path / name)

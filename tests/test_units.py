@@ -585,6 +585,7 @@ def share_cores(script):
 
 @check(ALONE, ("01", "02"))
 def listen_locally(script):
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
     script["listen_locally"]()
     assert os.environ["GLOO_SOCKET_IFNAME"] == socket.if_indextoname(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
@@ -857,6 +858,7 @@ def write_down():
         return {name: value for name, value in content.items() if isinstance(value, int)} | {
             "momenta": len(content.get("optimizer", {}).get("state", []))}  # fmt: skip
 
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of whoever runs the tests
     # Twelve cores, so that a share of them is not what it would be anyhow.
     os.sched_getaffinity = lambda _: set(range(12))
     noted(dist, "rendezvous", lambda *_, timeout: {"timeout": timeout.total_seconds()})

@@ -190,7 +190,9 @@ def test_started_without_torchrun(tmp_path):
 
 
 def test_on_several_machines(tmp_path):
-    result = train(tmp_path, nodes=2)
+    # One of the two: each speaks for its machine, so both may be heard.
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    result = fork(SCRIPT, cwd=tmp_path, env={"TORCHELASTIC_RUN_ID": "test", **job})
     assert result.status == 2 and "for one machine: use 03_multinode.py" in result.error()
 
 

@@ -100,7 +100,10 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir,
     assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in result.lines(0))
 
 
-@pytest.mark.parametrize("stale", [False, True], ids=["none", "an old one"])
+NONE = pytest.param(False, marks=pytest.mark.long, id="none")
+
+
+@pytest.mark.parametrize("stale", [NONE, pytest.param(True, id="an old one")])
 def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole, stale):
     """It is on the machine of ranks 2 and 3; that of rank 0 has none, or an old one."""
     data, job = ("--data-dir", mnist_dir), {"before": (own_disk,)}
@@ -274,6 +277,7 @@ def test_an_address_that_nobody_knows(tmp_path):
     assert "put it into /etc/hosts" in result.error()
 
 
+@pytest.mark.long
 def test_a_restart_with_the_shared_store_is_named_as_the_cause(tmp_path):
     environment = {
         "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",

@@ -41,7 +41,7 @@ def talk_like_gloo():
           " : 1, weights of idle 99%. bubble = 99%", flush=True)  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 4])
 def shown(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("06")
     result = fork_ranks(SCRIPT, "2", cwd=folder, world_size=request.param, before=talk_like_gloo)
@@ -109,6 +109,7 @@ def test_memory(shown):
         assert float(optimizer) == pytest.approx(2 * float(weights), abs=0.2)
 
 
+@pytest.mark.long
 def test_micro_batches_of_other_sizes(tmp_path):
     result = fork_ranks(
         SCRIPT, "1", "--mode", "devices", "--microbatches", "5", "--batch-size", "64",

@@ -98,6 +98,7 @@ def first_attempt_fails_second_has_one_rank():
         os._exit(0)
 
 
+@pytest.mark.long
 def test_a_restart_does_not_read_what_the_first_attempt_has_left(tmp_path):
     before = (first_attempt_fails_second_has_one_rank,)
     result = check(tmp_path, "--timeout", 4, world_size=2, before=before, max_restarts=1)

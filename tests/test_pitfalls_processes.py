@@ -71,6 +71,7 @@ def test_stale_addresses_cured(tmp_path):
     assert sorted(attempts) == [*["attempt 0"] * 2, *["attempt 1"] * 2], result.output
 
 
+@pytest.mark.long
 def test_no_destroy_cured(tmp_path):
     """Forked processes skip the end of the interpreter: test_pitfalls.py has it with real ones."""
     assert show_alone("no_destroy", tmp_path, "--fixed") == ["cured: fixed(): 0 of 3 jobs aborted"]

@@ -215,6 +215,7 @@ def test_the_output_in_the_readme_is_that_of_the_transcripts():
             assert line in rest, f"not in {name}, or not in this order: {line}"
 
 
+@pytest.mark.long
 def test_the_main_job_prints_what_the_readme_shows(tmp_path, request):
     result = run_command(MAIN_JOB, tmp_path)
     assert result.status == 0, result.output

@@ -294,7 +294,8 @@ def generate_data(count):
 # ---- Helpers that are no part of the lesson ----
 
 
-# New in 02: torchrun killed with SIGKILL cannot end its workers, which would train on unseen.
+# New in 02: if torchrun is killed with SIGKILL, it cannot end its workers: they would go on
+# training.
 def exit_with_launcher():
     """End this process when torchrun is gone."""
     def watch(launcher):

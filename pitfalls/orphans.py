@@ -27,7 +27,7 @@ def broken():
 
 
 def fixed():
-    # The cure: otherwise this worker would train on unseen, keep its GPU, and save over the
+    # The cure: otherwise this worker would go on training, keep its GPU, and save over the
     # snapshots of the job that you start next.
     exit_with_launcher()
     report_for_a_minute()

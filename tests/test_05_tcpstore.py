@@ -180,7 +180,7 @@ def test_missing_clients_are_counted(tmp_path):
       '        store.add(f"count {use}", 1)\n',
       '        early += store.add(f"count {use}", 0) != me.world_size\n':
       '        early += store.add(f"count {use}", 0) != me.world_size\n'
-      '        store.set(f"through {use}", "")\n'}, "the store gave 100, expected 0"),
+      '        store.set(f"through {use}", "")\n'}, r"the store gave [1-9]\d*, expected 0"),
     # A counter that is not atomic: 300 from each of three processes overwrite each other.
     ({'store.add("atomic", 1)': 'store.set("atomic", str(store.add("atomic", 0) + 1))'},
      r"the store gave \d+, expected 900"),

@@ -312,7 +312,7 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
         results = lab.run(("node1", *short), ("node2", *short), timeout=300)
         assert all(result.status == 1 for result in results)
         output = results[0].output + results[1].output
-        assert "a machine gave the others a loopback address" in output, output
+        assert "gives the others its address 127.0.1.1, which they cannot reach" in output, output
         readme = shown.README.read_text()
         for message in ("Gloo connectFullMesh failed", "Connection refused, remote=[127.0.1.1]"):
             assert re.sub(r":\d+\]", "]", output).count(message) and message in readme, output

@@ -1,9 +1,12 @@
 import gzip
 import hashlib
 import os
+import signal
 
+# A shell starts what it runs in the background with SIGINT ignored, and all children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before torch is imported, here and in every child: all runs on the CPU. On a machine with one GPU,
-# say, every test with two ranks would otherwise end with "2 processes want a GPU each".
+# say, every test with two ranks would otherwise end with "each process needs a GPU".
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest

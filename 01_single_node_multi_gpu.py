@@ -57,8 +57,7 @@ def main():
     args = parse_args()
     # mp.spawn starts the processes, and each calls worker(rank, ...). To do so, each imports this
     # file anew: without the "if __name__" at its end, they would start processes, too. When one
-    # fails, mp.spawn ends the others and raises here. The processes find each other through a new
-    # file.
+    # fails, mp.spawn ends the others and raises here. They will meet through a file in folder.
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(worker, args=(args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10    # one per GPU
 
 5 1: five epochs, and a snapshot after each. Now delete snapshot.pt, and let one rank (process) kill
-itself in epoch 3. torchrun ends the others and starts all again, --max-restarts times (default: 0):
+itself in epoch 3. torchrun ends the others and starts all again, at most --max-restarts times:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
@@ -97,7 +97,7 @@ def train(device, args):
     train_set, test_set, source = load_data(args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 
-    # If the shares would not be equal, a step uses less. Cure: pitfalls/mean_of_unequal_shards.py.
+    # What the ranks cannot share equally is not used: pitfalls/mean_of_unequal_shards.py cures it.
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
@@ -107,8 +107,8 @@ def train(device, args):
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
 
-    # With dropout in your model, seed again before each step in train_epoch: torch.manual_seed(SEED
-    # + step * world_size + rank), step counted from the start of the training.
+    # With dropout in your model, seed again before each step in train_epoch, step being its number:
+    # torch.manual_seed(SEED + step * world_size + rank)
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
@@ -294,8 +294,7 @@ def generate_data(count):
 # ---- Helpers that are no part of the lesson ----
 
 
-# New in 02: if torchrun is killed with SIGKILL, it cannot end its workers: they would go on
-# training.
+# New in 02: torchrun killed with SIGKILL cannot end its workers. They would go on training.
 def exit_with_launcher():
     """End this process when torchrun is gone."""
     def watch(launcher):

@@ -57,8 +57,7 @@ SEED = 0
 
 @record
 def main():
-    # New in 03: the torchruns start this file on each machine. It also works without one
-    # (README.md).
+    # New in 03: a torchrun on each machine starts this file. README.md shows how without torchrun.
     args = parse_args()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has set it
         exit_with_launcher()  # if torchrun is killed, exit too
@@ -78,8 +77,7 @@ def main():
     # torchrun says where: MASTER_ADDR and MASTER_PORT. A restart must not find old addresses in it.
     # As machines that come and go count restarts differently, a prefix does not help: let torchrun
     # make a new store each time, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. If a cable is cut,
-    # nobody is told, and only the timeout ends the wait. No rank may keep the others waiting for so
-    # long.
+    # nobody is told: only the timeout ends the wait. It must outlast any pause of a rank.
     timeout = timedelta(seconds=args.timeout)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -133,7 +131,7 @@ def train(device, args):
     # New in 03: each machine reads its own disk, so compare what they have read.
     check_data(train_set, source)
 
-    # If the shares would not be equal, a step uses less. Cure: pitfalls/mean_of_unequal_shards.py.
+    # What the ranks cannot share equally is not used: pitfalls/mean_of_unequal_shards.py cures it.
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
@@ -143,8 +141,8 @@ def train(device, args):
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
 
-    # With dropout in your model, seed again before each step in train_epoch: torch.manual_seed(SEED
-    # + step * world_size + rank), step counted from the start of the training.
+    # With dropout in your model, seed again before each step in train_epoch, step being its number:
+    # torch.manual_seed(SEED + step * world_size + rank)
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
@@ -209,9 +207,8 @@ def train(device, args):
 # New in 03: without it, ranks could train on different data, and nothing would report that.
 def check_data(train_set, source):
     """Stop unless all machines have the same training set."""
-    # What one process of each machine has to do (download, unpack, look) is for local rank 0:
-    # global rank 0 is on one machine only. gathered stands outside the "if": all ranks must call
-    # it.
+    # What one process of each machine has to do (download, unpack, look) is for local rank 0.
+    # Global rank 0 is on one machine only. All ranks must call gathered: keep it out of the "if".
     mine = None
     if os.environ["LOCAL_RANK"] == "0":
         data = b"".join(tensor.numpy().tobytes() for tensor in train_set.tensors)
@@ -461,7 +458,7 @@ def explain(error):
     except OSError:
         own = ""
         cause = (f"{socket.gethostname()} does not know the name {host}, or its own: put it into"
-                 f" /etc/hosts, or start torchrun with --local-addr=ITS_ADDRESS")
+                 " /etc/hosts, or start torchrun with --local-addr=ITS_ADDRESS")
     several = os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
     if several and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         cause = (f"{socket.gethostname()} gives the others its address {own}, which they cannot"

@@ -38,7 +38,11 @@ PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torchvision.datasets", "support"])
+# All that the scripts and the tests' own modules import: else each process imports it anew.
+forkserver.set_forkserver_preload([
+    "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "support",
+])  # fmt: skip
 
 
 def limit_file_size():
@@ -50,6 +54,19 @@ def limit_file_size():
 def pretend_one_gpu():
     """Called in a child: torch says that there is one GPU."""
     torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+
+
+def machine():
+    """The number of the machine that this forked process plays: 1, 2, ..."""
+    return int(os.environ["GROUP_RANK"]) + 1
+
+
+def play_machine():
+    """Called in a child: a host name of its own, and an address that the others can reach."""
+    name = f"node{machine()}"
+    socket.gethostname = lambda: name
+    addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
+    socket.gethostbyname = lambda name: addresses.get(name, name)
 
 
 def record_draws():
@@ -74,8 +91,9 @@ def variant(folder, script, changes):
     for old, new in changes.items():
         assert text.count(old) == 1, f"{text.count(old)} times in {script}: {old!r}"
         text = text.replace(old, new)
-    (folder / script).write_text(text)
-    return folder / script
+    path = folder / pathlib.Path(script).name
+    path.write_text(text)
+    return path
 
 
 def load(folder):

@@ -25,6 +25,8 @@ from support import (
     free_port,
     limit_file_size,
     load,
+    machine,
+    play_machine,
     pretend_one_gpu,
     run,
     start,
@@ -33,19 +35,6 @@ from support import (
 from torch.utils.data.distributed import DistributedSampler
 
 SCRIPT = "03_multinode.py"
-
-
-def machine():
-    """The number of the machine that this forked process plays: 1, 2, ..."""
-    return int(os.environ["GROUP_RANK"]) + 1
-
-
-def play_machine():
-    """Called in a child: a host name of its own, and an address that the others can reach."""
-    name = f"node{machine()}"
-    socket.gethostname = lambda: name
-    addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
-    socket.gethostbyname = lambda name: addresses.get(name, name)
 
 
 def own_disk():
@@ -271,7 +260,7 @@ def test_more_processes_than_gpus(tmp_path):
 
 def test_an_address_that_nobody_knows(tmp_path):
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.invalid", "MASTER_PORT": "1"}
-    result = fork(SCRIPT, "--timeout", 3, cwd=tmp_path, env=environment)
+    result = fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=environment)
     assert result.status == 1
     assert "does not know the name a.invalid" in result.error()
     assert "put it into /etc/hosts" in result.error()

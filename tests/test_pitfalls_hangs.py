@@ -2,7 +2,9 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 from pitfall_runs import both, show, show_alone
 
@@ -20,8 +22,19 @@ def debug_detail():
     dist.set_debug_level_from_env()
 
 
-def test_a_collective_on_one_rank(tmp_path):
-    broken, fixed = both("collective_on_one_rank", tmp_path)
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory):
+    """{name: future of (broken, fixed)} of those that wait some seconds: three at a time."""
+    ways = dict.fromkeys(["collective_on_one_rank", "mismatched_shapes", "uneven_inputs",
+                          "wrapper_on_rank_0", "slow_rank"], show)  # fmt: skip
+    ways["rank_never_arrives"] = show_alone
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(both, name, tmp_path_factory.mktemp(name), run=way)
+               for name, way in ways.items()}  # fmt: skip
+
+
+def test_a_collective_on_one_rank(waiting):
+    broken, fixed = waiting["collective_on_one_rank"].result()
     assert "step 1: losses add up to 101, gradients to 200" in broken.lines(0)
     assert "step 1: losses add up to 1, gradients to 101" in broken.lines(1)
     assert broken.lines(0)[-1] == f"symptom: all_reduce failed: {TIMEOUT.format('recv')}"
@@ -30,8 +43,8 @@ def test_a_collective_on_one_rank(tmp_path):
     assert fixed.lines(0) == [*right, "cured: both ranks have the right sums in both steps"]
 
 
-def test_mismatched_shapes(tmp_path):
-    broken, fixed = both("mismatched_shapes", tmp_path)
+def test_mismatched_shapes(waiting):
+    broken, fixed = waiting["mismatched_shapes"].result()
     own = ["own labels: [1, 2, 1, 3]", "own labels: [2, 3, 2]"]
     assert broken.lines(0) == [own[0], f"symptom: all_reduce failed: {TIMEOUT.format('recv')}"]
     assert broken.lines(1) == [own[1], "no error: together [3, 3, 3], 9 of 14 labels"]
@@ -47,8 +60,8 @@ def test_mismatched_shapes_are_found_by_torch(tmp_path):
     assert "TensorShape=[4]" in found and "TensorShape=[3]" in found
 
 
-def test_uneven_inputs(tmp_path):
-    broken, fixed = both("uneven_inputs", tmp_path)
+def test_uneven_inputs(waiting):
+    broken, fixed = waiting["uneven_inputs"].result()
     steps = [f"step {step} done" for step in range(1, 6)]
     symptom = f"symptom: backward() failed: {TIMEOUT.format('recv')}"
     assert broken.lines(0) == [*steps[:3], symptom]
@@ -70,9 +83,9 @@ def test_unused_parameters(tmp_path):
     ]  # fmt: skip
 
 
-def test_wrapper_on_rank_0(tmp_path):
+def test_wrapper_on_rank_0(waiting):
     alone = [f"{name}: rank 0 has evaluated alone" for name in ("Linear", "BatchNorm1d")]
-    broken, fixed = both("wrapper_on_rank_0", tmp_path)
+    broken, fixed = waiting["wrapper_on_rank_0"].result()
     assert broken.lines(0)[:-1] == alone[:1]
     # torch says one or the other: the pair of sockets is closed when the first operation times out.
     reason = rf"({TIMEOUT.format('send')}|Application timeout caused pair closure)"
@@ -80,8 +93,8 @@ def test_wrapper_on_rank_0(tmp_path):
     assert fixed.lines(0)[:-1] == alone and fixed.lines(0)[-1].startswith("cured: rank 0 has")
 
 
-def test_slow_rank(tmp_path):
-    broken, fixed = both("slow_rank", tmp_path)
+def test_slow_rank(waiting):
+    broken, fixed = waiting["slow_rank"].result()
     back = "back from a pause of 5 s"
     assert broken.lines(0) == [f"symptom: all_reduce failed: {TIMEOUT.format('recv')}"]
     assert broken.lines(1)[0] == back
@@ -92,8 +105,8 @@ def test_slow_rank(tmp_path):
     assert fixed.lines(0) == [cured]
 
 
-def test_rank_never_arrives(tmp_path):
-    broken, fixed = both("rank_never_arrives", tmp_path, run=show_alone)
+def test_rank_never_arrives(waiting):
+    broken, fixed = waiting["rank_never_arrives"].result()
     for rank in (0, 1):
         error = f"[rank {rank}/3] wait timeout after 5000ms, keys: "
         assert [line.startswith(error) for line in broken].count(True) == 1, broken

@@ -19,7 +19,7 @@ compute on the whole batch, and that all replicas end up equal:
     [rank 0/2] first batch: largest difference to the gradient of one process on the whole batch
     [rank 0/2]   gradient of a rank on its own images: 8.8e-01 of the largest entry
     [rank 0/2]   gradient that DDP leaves on each rank: 3.2e-07
-    [rank 0/2] epoch  1/5 | loss 1.3184 | accuracy 0.9194 |  31932 images/s | saved in checkpoint.pt
+    [rank 0/2] epoch  1/5 | loss 1.3184 | accuracy 0.9194 |  18592 images/s | saved in checkpoint.pt
     ...
     [rank 0/2] 2 replicas are identical, sha256 11d74c37bfba
 

@@ -9,7 +9,7 @@ itself in epoch 3. torchrun ends the others and starts all again, at most --max-
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
 
-    [rank 0/2] epoch  2/6 | loss 0.2023 | accuracy 0.9570 |  23132 images/s | saved in snapshot.pt
+    [rank 0/2] epoch  2/6 | loss 0.2023 | accuracy 0.9570 |  16648 images/s | saved in snapshot.pt
     [rank 1/2] crash on purpose: SIGKILL in the middle of the epoch
     [rank 0/2] attempt 1: resumed from snapshot.pt at epoch 3
     ...

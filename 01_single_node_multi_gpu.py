@@ -195,7 +195,9 @@ def train_epoch(model, batches, optimizer, device):
     # A progress bar on rank 0. None tells tqdm to hide it unless the output is a terminal.
     hidden = True if dist.get_rank() > 0 else None
     for images, labels in tqdm(batches, leave=False, disable=hidden):
-        images, labels = images.to(device), labels.to(device)
+        # non_blocking: the CPU does not wait for the copy. (The copy itself overlaps with work of
+        # the GPU only if the batch is in pinned memory.)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)  # your loss
         loss.backward()  # the ranks meet here: DDP averages the gradients
@@ -288,9 +290,12 @@ def generate_data(count):
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -347,7 +352,7 @@ def end_in_one_line(error):
 
 def parse_args():
     """Return the arguments; stop if they, or the way of starting, cannot work."""
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.add_argument("total_epochs", type=int, nargs="?", default=5, help="5 by default")

@@ -3,8 +3,10 @@
     torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py 5 1        # CPU, 2 processes
     torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10    # one per GPU
 
-5 1: five epochs, and a snapshot after each. Now delete snapshot.pt, and let one rank (process) kill
-itself in epoch 3. torchrun ends the others and starts all again, at most --max-restarts times:
+5 1: five epochs, and a snapshot after each. The processes, called ranks, share a batch of 64 images
+in each step. (On many GPUs, --batch-size 4096 gives each enough to do.) Now delete snapshot.pt, and
+let one rank kill itself in epoch 3. torchrun ends the others and starts all again, at most
+--max-restarts times:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
@@ -204,7 +206,9 @@ def train_epoch(model, batches, optimizer, device):
     # A progress bar on rank 0. None tells tqdm to hide it unless the output is a terminal.
     hidden = True if dist.get_rank() > 0 else None
     for images, labels in tqdm(batches, leave=False, disable=hidden):
-        images, labels = images.to(device), labels.to(device)
+        # non_blocking: the CPU does not wait for the copy. (The copy itself overlaps with work of
+        # the GPU only if the batch is in pinned memory.)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)  # your loss
         loss.backward()  # the ranks meet here: DDP averages the gradients
@@ -308,9 +312,12 @@ def exit_with_launcher():
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -391,7 +398,7 @@ def stop(message, status=2):
 # New in 02: --snapshot-path, --crash-epoch, and no --nprocs: torchrun says how many.
 def parse_args():
     """Return the arguments; stop if they, or the way of starting, cannot work."""
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.add_argument("total_epochs", type=int, nargs="?", default=5, help="5 by default")

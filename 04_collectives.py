@@ -62,7 +62,7 @@ def main():
     if world_size == 1:
         stop("one rank has nobody to talk to, every result would be its own tensor: use"
              " --nproc-per-node=4 (with one GPU, on the CPU: CUDA_VISIBLE_DEVICES= in front)")
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
              " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
@@ -519,7 +519,8 @@ def benchmark(names, device):
 
     Algorithm bandwidth is size / time. Bus bandwidth is that, times the bytes that a rank has to
     send for each byte of the tensor. You can compare it with the speed of the link between ranks,
-    whatever their number. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    whatever their number. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md. On a GPU, unlike
+    there, the time of a small tensor includes that of the call from Python.
     """
     log("size: of the whole tensor. time: until the slowest rank is done, median of 11 after 3 to")
     log("warm up. algbw: size / time. busbw: algbw x factor, which is defined as in nccl-tests.")
@@ -610,9 +611,12 @@ def gathered(value):
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

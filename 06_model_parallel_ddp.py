@@ -76,9 +76,10 @@ def main():
 
     # Step 2: meet. The processes form a group, in which each has a number (rank).
     # device_id binds the group to one GPU: right for a stage, wrong for a process that drives two.
-    # (torch 2.15 binds it to one in any case. If --mode devices fails because of that, put
-    # TORCH_DIST_USE_NCCL2=0 in front: that brings back the older NCCL code.)
+    # torch 2.15 has new code for NCCL, which binds it in any case. This brings the older code back.
     bound = device if device.type == "cuda" and args.mode == "pipeline" else None
+    if args.mode == "devices":
+        os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # torch reads it in init_process_group
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound)
     log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
     log(f"batch size {args.batch_size}: each replica cuts its share into {args.microbatches}"
@@ -429,9 +430,12 @@ def gathered(value):
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -470,7 +474,7 @@ def stop(message, status=2):
 
 def check_call(args, world_size, local_world_size):
     """Stop if the call asks for what this number of processes and GPUs cannot do."""
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and args.mode == "all":
         stop("on GPUs the two ways need different numbers of processes: choose --mode devices"
              " (two GPUs a process) or --mode pipeline (one)")

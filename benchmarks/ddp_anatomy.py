@@ -76,6 +76,8 @@ def profile_step(model, batch, optimizer):
     for event in profiler.events():
         lane = lanes.get(event.name)
         if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.is_user_annotation:
+                continue  # not a kernel: the name of what the CPU had asked for
             lane = "all_reduce" if "nccl" in event.name.lower() else "layers"
         if lane:
             spans.append([lane, event.time_range.start / 1000, event.time_range.end / 1000])
@@ -231,6 +233,8 @@ def main():
     args = new.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own remarks: none
     gpus = torch.cuda.device_count()
+    if gpus < 2:  # there is nothing to exchange on one: two ranks on the CPU
+        gpus, os.environ["CUDA_VISIBLE_DEVICES"] = 0, ""
     sizes = (args.layers, args.width, args.batch_size)
     figures = run_ranks(measure, gpus or 2, *sizes, args.rounds)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system at once

@@ -1,7 +1,7 @@
 """The smallest script that trains with DDP: what startup.py and recovery.py compare with.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/smallest_ddp.py 1
-    python benchmarks/smallest_ddp.py 1
+    python benchmarks/smallest_ddp.py 1 2
 """
 
 import os
@@ -36,6 +36,6 @@ if __name__ == "__main__":
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         worker(rank, world_size, dist.PrefixStore(attempt, store), int(sys.argv[1]))
     else:
-        world_size = torch.cuda.device_count() or 2
+        world_size = int(sys.argv[2])
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         mp.spawn(spawned, (world_size, store.port, int(sys.argv[1])), nprocs=world_size)

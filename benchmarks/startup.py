@@ -22,7 +22,7 @@ from launched import DEVICE, TORCHRUN, Job, have_reached
 STATIONS = ("start", "init begins", "init done", "DDP done", "step done")
 SMALLEST = {"spawn": "smallest, mp.spawn", "torchrun": "smallest, torchrun"}
 SIDES = {  # {name: (command, which of the smallest it is compared with)}
-    SMALLEST["spawn"]: ([sys.executable, ROOT / "benchmarks/smallest_ddp.py", 1], "spawn"),
+    SMALLEST["spawn"]: ([sys.executable, ROOT / "benchmarks/smallest_ddp.py", 1, 2], "spawn"),
     "01": ([sys.executable, ROOT / "01_single_node_multi_gpu.py", 1, "--nprocs", 2], "spawn"),
     SMALLEST["torchrun"]: ([*TORCHRUN, ROOT / "benchmarks/smallest_ddp.py", 1], "torchrun"),
     "02": ([*TORCHRUN, ROOT / "02_torchrun_elastic.py", 1], "torchrun"),

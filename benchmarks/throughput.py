@@ -6,7 +6,8 @@ customary   MNIST read image by image, each turned into a PIL image, a tensor, a
             DataLoader with some workers; loss.item() in every step
 02          what 02_torchrun_elastic.py does: the whole set as one tensor, a batch indexed at once
 limit       no input at all: the batches lie ready on the device. On a GPU, the whole step is
-            replayed as a CUDA graph, so that Python and kernel launches cost nothing (without DDP)
+            replayed as a CUDA graph, so that Python and kernel launches cost nothing (without DDP);
+            "02, no input" is 02's step on such batches, with its launches and its DDP
 without DDP 02's loop on one rank, and the same with the model not wrapped: what DDP itself costs
 02, ...     02's loop with one change: would that make it faster? (--compile tries torch.compile,
             too, which takes half a minute and needs a C++ compiler)
@@ -115,13 +116,18 @@ def capture(model, optimizer, images, labels):
     return graph.replay
 
 
-def limit_epoch(batches, device):
-    """Return a call that takes a step for each of the batches, which lie on the device."""
-    model, optimizer = new_model(device, ddp=device.type == "cpu")
-    if device.type == "cuda":
-        replay = capture(model, optimizer, *batches[0])
-        return lambda: [replay() for _ in batches]
-    return lambda: [step(model, optimizer, *batch) for batch in batches]
+def limit_epochs(batches, device):
+    """Return {side: call}: a step for each of the batches, which lie on the device."""
+    model, optimizer = new_model(device)
+
+    def epoch():
+        for batch in batches:
+            step(model, optimizer, *batch)
+
+    if device.type == "cpu":
+        return {"limit: no input": epoch}
+    replay = capture(*new_model(device, ddp=False), *batches[0])
+    return {"02, no input": epoch, "limit: no input": lambda: [replay() for _ in batches]}
 
 
 def measure(rank, world_size, store, folder, images, batch_sizes, workers, variants, rounds):
@@ -166,7 +172,7 @@ def measure_batch(share, world_size, device, folder, train_set, workers, variant
     warnings.filterwarnings("ignore", message="Grad strides do not match")
     sides |= {f"02, {name}": epoch_of_variant(name) for name in variants}
     batches = [(x.to(device), y.to(device)) for x, y in loader]
-    sides["limit: no input"] = limit_epoch(batches, device)
+    sides |= limit_epochs(batches, device)
     timed = {name: lambda call=call: images / seconds(call, device)
              for name, call in sides.items()}
     return alternate(timed, rounds)
@@ -193,7 +199,10 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # One rank last: there, it is DDP that is looked at, and not the loading.
     changes = ["fused SGD", "channels-last", "bf16 autocast", *["torch.compile"] * args.compile]
-    ranks = {torch.cuda.device_count() or 2: (sorted({0, 1, count_cores()}), changes)}
+    world_size = torch.cuda.device_count() or 2
+    # Each rank has workers of its own: all together at most as many as there are cores.
+    workers = sorted({0, 1, max(1, count_cores() // world_size)})
+    ranks = {world_size: (workers, changes)}
     ranks.setdefault(1, ([], []))
     images = args.images or (60_000 if device == "cuda" else 8192)
     if not max(ranks) <= min(args.batch_sizes) <= max(args.batch_sizes) <= images:

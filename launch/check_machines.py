@@ -65,9 +65,10 @@ def main():
     # The local rank counts the processes of one machine. It selects the GPU.
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if 0 < torch.cuda.device_count() < local_world_size:
-        stop(f"{local_world_size} processes need a GPU each, and this machine has"
-             f" {torch.cuda.device_count()}: use --nproc-per-node=gpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < local_world_size:
+        stop(f"{local_world_size} processes need a GPU each, and this machine has {gpus}: use"
+             " --nproc-per-node=gpu")
     device, backend = pick_device(local_rank)  # the backend, NCCL or Gloo, moves the data
     share_cores(local_world_size)
 
@@ -290,9 +291,12 @@ def time_limit(seconds, message):
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

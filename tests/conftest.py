@@ -1,16 +1,21 @@
+import functools
 import gzip
 import hashlib
+import json
 import os
 import signal
+import tempfile
 
 # A shell starts what it runs in the background with SIGINT ignored, and all children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before torch is imported, here and in every child: all runs on the CPU. On a machine with one GPU,
 # say, every test with two ranks would otherwise end with "each process needs a GPU".
+# pytest -m gpu gives them back to the commands that it runs.
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
-from support import make_digits, write_digits
+from support import PYTHON, make_digits, run, write_digits
 
 
 def pytest_addoption(parser):
@@ -21,6 +26,35 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--rounds") < 1:
         raise pytest.UsageError("--rounds: give 1 or more: none would test nothing")
+
+
+# ---- pytest -m gpu ----
+
+ASK = """import json, torch
+there = torch.cuda.is_available()
+count = torch.cuda.device_count() if there else 0
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if there else None
+print(json.dumps({"gpus": count, "torch": torch.__version__, "cuda": torch.version.cuda,
+                  "name": torch.cuda.get_device_name() if there else None, "nccl": nccl,
+                  "two backends": hasattr(torch.distributed, "ProcessGroupNCCL2")}))"""
+
+
+@functools.cache
+def machine_with_gpus():
+    """What a process that may see the GPUs says of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(PYTHON, "-c", ASK, cwd=folder, env={"CUDA_VISIBLE_DEVICES": VISIBLE})
+    assert result.status == 0, result.output
+    return json.loads(result.output.splitlines()[-1])
+
+
+def pytest_report_header(config):
+    if config.option.markexpr != "gpu":
+        return None
+    found = machine_with_gpus()
+    os.environ["GPU_TESTS"] = "asked for"
+    return (f"GPUs: {found['gpus']} ({found['name']}), torch {found['torch']}, CUDA"
+            f" {found['cuda']}, NCCL {found['nccl']}")
 
 
 @pytest.fixture

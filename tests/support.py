@@ -242,14 +242,18 @@ def run(*command, cwd, timeout=120, env=None):
 
 
 def start(*command, cwd, env=None):
-    """Start a command; return its Popen, with all output in one pipe and a mark to find it by."""
+    """Start a command; return its Popen, with all output in one pipe and a mark to find it by.
+
+    env: what is added to the environment; a variable that is None is taken out of it.
+    """
     # A variable of its own in the environment, which every descendant inherits: torchrun gives its
     # workers sessions of their own, so neither session nor process group would find them.
     mark = f"STARTED_BY_TEST={uuid.uuid4().hex}"
+    env = {**os.environ, **(env or {}), **dict([mark.split("=")])}
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
-        env={**os.environ, **(env or {}), **dict([mark.split("=")])},
+        env={name: value for name, value in env.items() if value is not None},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -54,6 +54,7 @@ NOT_RUN = {
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
+    "pytest -m gpu": GPU,
 }
 NOT_RUN |= {
     f"python benchmarks/{name}.py": "takes minutes; test_benchmarks.py runs it at its smallest"
@@ -64,8 +65,8 @@ NOT_RUN |= {
     for file in ("", " benchmarks/results/throughput-cpu.json")
 }
 NOT_RUN |= {
-    f"{launcher} benchmarks/smallest_ddp.py 1": "benchmarks/startup.py runs it, and is run"
-    for launcher in ("python", "torchrun --standalone --nproc-per-node=2")
+    f"{launcher} benchmarks/smallest_ddp.py {arguments}": "benchmarks/startup.py does, and is run"
+    for launcher, arguments in (("python", "1 2"), ("torchrun --standalone --nproc-per-node=2", 1))
 }
 # What a command of each script ends with, and without which status 0 would be worth nothing.
 PROOFS = {

@@ -177,7 +177,7 @@ class Parked:
     def __init__(self, tensor):
         self.tensor = tensor
 
-    def to(self, device):
+    def to(self, device, non_blocking=False):
         assert device == CPU
         return self.tensor
 
@@ -540,17 +540,21 @@ def load_data(script):
 
 @check(ALONE, ALL)
 def pick_device(script):
-    conv = torch.backends.cudnn.conv
-    before = conv.fp32_precision
-    assert script["pick_device"](1) == (CPU, "gloo") and conv.fp32_precision == before
+    cudnn = torch.backends.cudnn
+    assert cudnn.allow_tf32 and not printed(script["pick_device"], 0)
+    assert script["pick_device"](1) == (CPU, "gloo") and cudnn.allow_tf32
     with (
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "set_device") as set_device,
     ):
         assert script["pick_device"](1) == (torch.device("cuda", 1), "nccl")
     set_device.assert_called_once_with(1)
-    assert conv.fp32_precision == "ieee"
-    conv.fp32_precision = before
+    assert not cudnn.allow_tf32  # and torch can be asked: after conv.fp32_precision, it raises
+    cudnn.allow_tf32 = True
+    with gpus(2, usable=False):  # the driver is too old: one rank says so, and the CPU does it
+        assert script["pick_device"](0) == (CPU, "gloo")
+        assert "cannot use the GPU of this machine" in printed(script["pick_device"], 0)
+        assert not printed(script["pick_device"], 1)
 
 
 @check(ALONE, ALL)
@@ -600,8 +604,9 @@ TORCHRUN = {
 }  # fmt: skip
 
 
-def gpus(count):
-    return patch.object(torch.cuda, "device_count", lambda: count)
+def gpus(count, usable=True):
+    """The driver counts so many GPUs, and torch can use them, or cannot."""
+    return patch.multiple(torch.cuda, device_count=lambda: count, is_available=lambda: usable)
 
 
 @check(ALONE, ALL)
@@ -616,6 +621,8 @@ def parse_args(script):
                 with gpus(count):
                     found = vars(script["parse_args"]())
                     assert found == expected | ({"nprocs": count} if number == "01" else {})
+            with gpus(1, usable=False):  # no refusal, and two processes on the CPU
+                assert vars(script["parse_args"]()) == expected
         words = []
         for i, (name, default) in enumerate(expected.items()):
             option = [f"--{name.replace('_', '-')}"] * (i > 1)

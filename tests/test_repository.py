@@ -16,6 +16,7 @@ from support import PYTHON, ROOT, assert_nothing_left, end, run, start
 OFFICIAL = ("https://docs.pytorch.org/", "https://github.com/pytorch/", "https://arxiv.org/abs/")
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
+RECIPES = sorted(ROOT.glob("recipes/*.py"))
 OTHERS = [ROOT / "transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
 OTHERS += [ROOT / "launch/check_machines.py"]
 OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - {ROOT / "benchmarks/common.py",
@@ -68,6 +69,14 @@ NOT_RUN |= {
     f"{launcher} benchmarks/smallest_ddp.py {arguments}": "benchmarks/startup.py does, and is run"
     for launcher, arguments in (("python", "1 2"), ("torchrun --standalone --nproc-per-node=2", 1))
 }
+
+
+def last_shown(path):
+    """A pattern for the last line of output in a docstring, whatever its numbers."""
+    line = re.findall(r"^    \[rank 0/\d\] (.+)$", path.read_text(), re.MULTILINE)[-1]
+    return r"\S+".join(map(re.escape, re.split(r"\b[0-9a-f]{12}$|\d[\d.e+-]*", line)))
+
+
 # What a command of each script ends with, and without which status 0 would be worth nothing.
 PROOFS = {
     "01_single_node_multi_gpu.py": r"2 replicas are identical, sha256 \w{12}",
@@ -79,6 +88,7 @@ PROOFS = {
     "05_tcpstore.py": r"13 lessons, all checks passed on 3 processes; 2 said goodbye .*",
 }
 PROOFS |= {f"pitfalls/{path.name}": r"(symptom|cured): .+" for path in PITFALLS}
+PROOFS |= {f"recipes/{path.name}": last_shown(path) for path in RECIPES}
 # The environment of both ranks, as torchrun has made it.
 PROOFS[None] = r"\[rank 1\] LOCAL_RANK=1"
 # Blocks that make sense as a whole only, and the module that runs each, by its name.
@@ -127,7 +137,7 @@ def commands_shown():
         inline = r"`((?:python|torchrun) [^`]+|pytest[^`]*)`"
         for command in re.findall(inline, document.read_text()):
             found[command].append(str(document.relative_to(ROOT)))
-    for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS, *OTHERS]:
+    for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS, *RECIPES, *OTHERS]:
         docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
         lines = re.findall(r"^    ((?:python|torchrun).*(?:\\\n.*)*)", docstring, re.MULTILINE)
         assert lines, f"{path.name} shows no command"
@@ -257,6 +267,12 @@ def test_same_name_same_bytes():
     shared = {name for name, versions in texts.items() if len(versions) > 1}
     assert {"Net", "evaluate", "log", "pick_device", "save", "stop"} <= shared
     assert found == {}
+    # A recipe may have a model or a loss of its own, but no other version of a script's function.
+    found, texts = other_versions(
+        {str(path.relative_to(ROOT)): path.read_text() for path in [*SCRIPTS, *RECIPES]})
+    of_scripts = {name for name, files in texts.items() if any("recipes" not in f for f in files)}
+    assert {"log", "pick_device", "stop"} <= of_scripts
+    assert {name: files for name, files in found.items() if name in of_scripts} == {}
 
 
 @pytest.mark.parametrize(("sources", "found"), [

@@ -2,15 +2,16 @@
 
     for step in range(load_snapshot(path, model, optimizer, scheduler) + 1, total_steps + 1):
         torch.manual_seed(SEED + step * world_size + rank)  # dropout: other masks in every step
-        share = draw(step, args.batch_size, len(windows))[rank::world_size]  # from SEED and step
+        share = draw(step, batch_size, len(windows))[rank::world_size]  # of this step's examples
         ...  # forward, backward, optimizer.step(), scheduler.step(): as on one GPU
-        if step % args.save_every == 0 and rank == 0:
+        if step % save_every == 0 and rank == 0:
             save(snapshot, path)  # model, optimizer, scheduler, step; never half a file
 
-This is the script to start your own from: a small GPT that learns to write the next character.
-torchrun starts it once for each rank (process, one for each GPU), and starts all again after one
-has died. All that is random follows from the number of the step, so a run that goes on from its
-snapshot ends with the same weights, to the last bit (on a CPU, with the same number of ranks).
+Start your own script from this one. A small GPT learns to predict the next character of a text.
+torchrun starts one process for each rank (on GPUs: --nproc-per-node=gpu, a rank for each), and
+starts all of them again after one has died. All that is random follows from the number of the step.
+So a run that goes on from its snapshot ends with the same weights as one that was never killed, bit
+for bit (on a CPU, with the same number of ranks).
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
@@ -26,9 +27,10 @@ Now delete snapshot.pt, and let one rank kill itself in step 30. The sha256 is t
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         recipes/train_by_steps.py 60 20 --crash-step 30
 
-Put your own model, data and loss where it says "your". What goes wrong without the rest: dropout
-repeats its masks or draws new ones after a restart, the learning rate begins anew, examples come
-twice or never, a kill leaves half a file, restarted ranks wait for dead ones.
+Replace what is marked "your": the data, the model, the loss. A script that only loads its weights
+again goes wrong elsewhere: AdamW forgets its moments, the learning rate warms up again, dropout
+draws other masks, examples come twice or never, a kill in the middle of a save leaves half a file,
+and restarted ranks wait for dead ones.
 """
 
 import argparse
@@ -57,13 +59,14 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: NCCL 10, Gloo 30
+TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other, also while rank 0 saves
 REPORT_EVERY = 10  # steps
 
-# The model and its training: settings for some seconds on a CPU.
-CONTEXT, VOCABULARY, WIDTH, HEADS, LAYERS = 64, 128, 64, 4, 2
+# Your settings. These take some seconds on a CPU.
+CONTEXT = 64  # the model sees windows of so many characters
+VALIDATION = 100  # windows that are kept from training
+VOCABULARY, WIDTH, HEADS, LAYERS = 128, 64, 4, 2
 LEARNING_RATE, WARM_UP_STEPS, CLIP = 3e-3, 10, 1.0
-VALIDATION = 100  # windows of CONTEXT characters that are kept from training
 
 
 @record  # if a process fails, torchrun's report shows its traceback
@@ -77,9 +80,9 @@ def main():
     share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
     listen_locally()  # nobody else has to reach these processes
 
-    # Step 2: meet. The processes find each other in a store that torchrun keeps, and connect: they
-    # are a process group. The store outlives a restart. With its own prefix, an attempt does not
-    # find the addresses of dead ranks.
+    # Step 2: meet. Every process leaves its network address in a store that torchrun keeps, waits
+    # for the others, and connects to them: they are a process group. The store outlives a restart.
+    # With its own prefix, an attempt does not find the addresses of dead ranks.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # reads RANK, ...
     store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     if rank == 0:
@@ -98,14 +101,14 @@ def main():
 
 
 def train(device, args):
-    # rank: the number of this process in the job of world_size processes. attempt counts
-    # torchrun's restarts, from 0.
+    # rank: the number of this process in the job of world_size processes. attempt: how often
+    # torchrun has started them again.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     log(f"attempt {attempt}, pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
 
-    # Step 3: share the data. Every rank has all windows, and takes its share of each batch.
-    windows, validation = load_text()  # your data
+    # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
+    windows, validation = load_text()  # your data: what can be indexed with a tensor of numbers
     check_batch_size(args, len(windows))
     log(f"data: {len(windows)} + {len(validation)} windows of {CONTEXT} characters, Python's help")
     shares = " + ".join(str(len(range(r, args.batch_size, world_size))) for r in range(world_size))
@@ -123,8 +126,8 @@ def train(device, args):
     if steps_done > 0:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} after step {steps_done}")
 
-    # Step 4: wrap the model. DDP copies rank 0's weights to all replicas (each rank has one).
-    # In loss.backward(), it replaces the gradients by their mean over all ranks.
+    # Step 4: wrap the model. DDP (DistributedDataParallel) copies rank 0's weights to all replicas:
+    # each rank has one. In loss.backward(), it replaces gradients by their mean over all ranks.
     model = DDP(model, gradient_as_bucket_view=True)
     settle_reduction_order(model, validation[:1].to(device), args)
 
@@ -134,12 +137,12 @@ def train(device, args):
         if step == args.crash_step and attempt == 0 and rank == world_size - 1:
             crash(step)
 
-        # For dropout. No other step and no other rank has this seed. SEED + step + rank would give
-        # rank 1 the masks that rank 0 has in the next step.
+        # The seed of the dropout: no other step or rank has the same. (SEED + step + rank would
+        # give rank 1 the masks that rank 0 has in the next step.)
         torch.manual_seed(SEED + step * world_size + rank)
         share = draw(step, args.batch_size, len(windows))[rank::world_size]
         loss = add_up_gradients(model, windows, share, args)
-        # Every rank has the same gradients by now, so the same norm, and takes the same step.
+        # From here on, every rank has the same gradients, so the same norm: it takes the same step.
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -156,14 +159,15 @@ def train(device, args):
             clock, steps_reported = time.perf_counter(), step
 
         if step % args.save_every == 0 or step == args.total_steps:
-            loss = validate(model, validation, device, args)
-            if not math.isfinite(loss):  # otherwise nan would replace the last good snapshot
-                raise RuntimeError(f"the validation loss is {loss} after step {step}")
-            # Rank 0 alone writes a new file, then moves it over the old one.
+            validation_loss = validate(model, validation, device, args)
+            if not math.isfinite(validation_loss):  # nan must not replace a good snapshot
+                raise RuntimeError(f"the validation loss is {validation_loss} after step {step}")
+            # Rank 0 alone writes a new file, then moves it over the old one: a crash meanwhile
+            # leaves that intact. No random state is saved: it follows from the step.
             if rank == 0:
                 save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                       "scheduler": scheduler.state_dict(), "step": step}, args.snapshot_path)
-            log(f"step {step:4d}/{args.total_steps} | validation loss {loss:.4f}"
+            log(f"step {step:4d}/{args.total_steps} | validation loss {validation_loss:.4f}"
                 f" | saved in {args.snapshot_path}")
             clock, steps_reported = time.perf_counter(), step
 
@@ -174,7 +178,7 @@ def train(device, args):
 
 
 def load_snapshot(path, model, optimizer, scheduler):
-    """Load the snapshot at path; return how many steps it has seen, which is 0 without one."""
+    """Load the snapshot at path; return the number of its step, which is 0 without one."""
     if not os.path.exists(path):
         return 0
     try:
@@ -185,8 +189,8 @@ def load_snapshot(path, model, optimizer, scheduler):
         # otherwise the tensors go to the GPU that they were saved from, rank 0's.
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["model"])
-        optimizer.load_state_dict(snapshot["optimizer"])  # AdamW without its moments starts anew
-        scheduler.load_state_dict(snapshot["scheduler"])  # without it: the warm-up again
+        optimizer.load_state_dict(snapshot["optimizer"])  # otherwise AdamW has lost its moments
+        scheduler.load_state_dict(snapshot["scheduler"])  # otherwise the warm-up begins again
         return snapshot["step"]
     except Exception as error:  # a damaged file can raise almost any exception
         reason = str(error).strip().partition("\n")[0]
@@ -205,10 +209,10 @@ def settle_reduction_order(model, batch, args):
 
 
 def draw(step, batch_size, count):
-    """Return the indices of a step's batch, over all ranks: each of count once in an epoch."""
-    # It does not depend on the number of ranks: a job can go on with more or fewer. (But keep the
-    # batch size: with another one, the slices of the epoch would be others.)
-    # What is left at the end, less than a batch, waits for the shuffle of another epoch.
+    """Return the numbers of the examples in a step's batch, over all ranks, from 0 to count - 1."""
+    # An epoch is a shuffle of all examples; each step takes the next slice of it. (The rest, less
+    # than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
+    # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
     epoch, place = divmod(step - 1, count // batch_size)
     return shuffled(epoch, count)[place * batch_size : (place + 1) * batch_size]
 
@@ -223,16 +227,18 @@ def add_up_gradients(model, windows, share, args):
     """Set the gradients to those of the whole batch; return this rank's part of its mean loss."""
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
-    micro_batches = share.tensor_split(args.accumulate)  # as many on every rank
+    # Gradient accumulation: a batch that does not fit into memory is cut into micro-batches, as
+    # many on every rank, and their gradients add up.
+    micro_batches = share.tensor_split(args.accumulate)
     for i, indices in enumerate(micro_batches):
         batch = windows[indices].to(device)
         # no_sync: only the last micro-batch exchanges gradients. DDP decides that in its forward
         # pass, so forward and backward are inside.
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             loss = mean_loss(model, batch, args)
-            # DDP divides by the number of ranks. The weight makes it the mean over all windows,
-            # also if the ranks or the micro-batches do not have equally many.
+            # The part of the batch that this is: ranks and micro-batches may differ by one example.
             weight = len(indices) / args.batch_size
+            # DDP takes the mean over the ranks; times their number, that is the sum.
             (loss * weight * dist.get_world_size()).backward()
         total += loss.detach() * weight  # loss.item() would make the CPU wait for the GPU
     return total
@@ -263,11 +269,11 @@ def check_replicas(model):
     log(f"{same}, sha256 {digest}")
 
 
-# ---- What you replace: the loss, the schedule, the data, the model ----
+# ---- Yours: the loss, the schedule, the data, the model ----
 
 
 def mean_loss(model, batch, args):
-    """Your loss: how well the model predicts each next character; the mean over the batch."""
+    """Return your loss, the mean over the batch: how badly each next character is predicted."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.bf16):
         logits = model(inputs)
@@ -275,7 +281,7 @@ def mean_loss(model, batch, args):
 
 
 def warm_up_and_cosine(steps_done, total_steps):
-    """The learning rate of the next step, as a part of LEARNING_RATE."""
+    """Return the learning rate of the next step, as a part of LEARNING_RATE."""
     if steps_done < WARM_UP_STEPS:
         return (steps_done + 1) / WARM_UP_STEPS
     progress = (steps_done - WARM_UP_STEPS) / max(1, total_steps - WARM_UP_STEPS)

@@ -109,7 +109,8 @@ def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, whole, ranks)
     (3, {SETTLE: ""}),
     (2, {f"torch.manual_seed({SEEDED}": f"rank == 9 and torch.manual_seed({SEEDED}"}),
     (2, {"        scheduler.load_state_dict(": "        (lambda state: None)("}),
-    (2, {"        optimizer.load_state_dict(": "        (lambda state: None)("}),
+    pytest.param(2, {"        optimizer.load_state_dict(": "        (lambda state: None)("},
+                 marks=pytest.mark.long),
 ])  # fmt: skip
 def test_each_part_of_the_cure_is_needed(tmp_path, whole, ranks, changes):
     """Resumed without it, the weights are others. (An uninterrupted run is the same or not.)"""
@@ -122,12 +123,12 @@ def test_each_part_of_the_cure_is_needed(tmp_path, whole, ranks, changes):
     assert off > 0
     if "scheduler" in str(changes):
         assert [rate for _, rate, _ in reports(again).values()] == [
-            3e-4, 6e-4, 9e-4, 1.2e-3, 6e-4, 9e-4, 1.2e-3]  # fmt: skip
+            1e-3, 2e-3, 3e-3, 4e-3, 2e-3, 3e-3, 4e-3]  # fmt: skip
 
 
-def test_the_learning_rate_goes_on(tmp_path, whole):
+def test_the_learning_rate_warms_up_and_falls(whole):
     rates = [rate for _, rate, _ in reports(whole[2][0]).values()]
-    assert rates == [3e-4, 6e-4, 9e-4, 1.2e-3, 1.5e-3, 1.8e-3, 2.1e-3]
+    assert rates == [1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 7e-3]
     factor = runpy.run_path(str(ROOT / SCRIPT))["warm_up_and_cosine"]
     assert [round(factor(done, 60), 3) for done in (0, 9, 10, 35, 60)] == [0.1, 1, 1, 0.55, 0.1]
     assert factor(10, 10) == 1 and factor(3, 3) == 0.4  # called once more after the last step
@@ -272,7 +273,7 @@ def test_every_step_and_rank_has_its_own_masks(tmp_path, monkeypatch):
     assert wrong[0][10:] == wrong[1][:-10], "rank 1 has the masks that rank 0 has a step later"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_validation_loss_counts_every_window_once(tmp_path, ranks):
     """Against one process that sees all 100 windows at once; three ranks cannot share them."""
     reported = validations(trained(tmp_path, 1, 1, *SMALL, world_size=ranks))[1]
@@ -289,7 +290,7 @@ def test_the_validation_loss_counts_every_window_once(tmp_path, ranks):
 def test_all_of_the_text_is_in_the_windows():
     names = runpy.run_path(str(ROOT / SCRIPT))
     windows = torch.cat(names["load_text"]())
-    assert windows.shape[1] == 65 and len(windows) > 5000 and windows.max() < 128
+    assert windows.shape[1] == 33 and len(windows) > 5000 and windows.max() < 128
     assert torch.equal(windows[1:, 0], windows[:-1, -1])  # each begins where the last one ends
     assert "comparison" in bytes(windows[:, :-1].flatten().tolist()).decode("ascii")
 
@@ -397,4 +398,4 @@ def test_the_commands_of_the_docstring_end_with_the_same_weights(tmp_path):
         checksums.append(digest(result))
     assert "attempt 1: resumed from snapshot.pt after step 20" in result.lines(0)
     assert checksums[0] == checksums[1]
-    assert validations(result)[60] < 3.2
+    assert validations(result)[60] < 2.9

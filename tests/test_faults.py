@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 import torch
-from fault_campaign import DESIGN, MOMENTS, SIGNALS, campaign, one_round
+from fault_campaign import DESIGN, MOMENTS, SCRIPTS, SIGNALS, Plan, campaign, one_round
 from lab import Lab
 from support import (
     PYTHON,
@@ -54,8 +54,22 @@ def test_the_design_covers_every_moment_and_signal():
 
     assert set(times("moment")) == set(MOMENTS)
     assert set(times("signal")) == set(SIGNALS) and min(times("signal").values()) >= 3
-    assert set(times("script")) == {"02", "03"} and set(times("world_size")) == {2, 3}
+    assert set(times("script")) == set(SCRIPTS) and set(times("world_size")) == {2, 3}
+    assert min(times("script").values()) >= 5
     assert {"launcher", "job", "rank 0", "rank 1"} <= set(times("victim"))
+
+
+def test_draws_of_one_script_come_to_every_moment():
+    drawn = [Plan.draw(f"test/{number}", ("steps",)) for number in range(3000)]
+    assert {plan.script for plan in drawn} == {"steps"}
+    assert {plan.script for plan in map(Plan.draw, range(100))} == set(SCRIPTS)
+    for name, values in (("moment", MOMENTS), ("signal", SIGNALS), ("world_size", (2, 3))):
+        assert {getattr(plan, name) for plan in drawn} == set(values)
+    assert {plan.count for plan in drawn if plan.moment == "step"} == set(range(1, 25))
+    last = {plan.save_every: plan.count for plan in sorted(drawn, key=lambda plan: plan.count)
+            if plan.moment == "writing"}  # fmt: skip
+    assert last == {4: 6, 8: 3}
+    assert {plan.actor for plan in drawn if plan.moment == "writing"} == {0}
 
 
 @pytest.mark.parametrize("rounds", [0, -1])

@@ -9,6 +9,8 @@ from support import ROOT, fork, fork_ranks, pretend_one_gpu, variant
 
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 NAMES = [path.stem for path in RECIPES]
+# What a recipe leaves in the reader's folder because its docstring says so.
+LEFT = {"train_by_steps": {"snapshot.pt", "snapshot.pt.lock"}}
 
 
 def docstring(name):
@@ -37,7 +39,8 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
         assert masked([line]) in printed, (line, result.output)
     assert not [line for line in result.output.splitlines() if len(line) > 100]
     assert "Warning" not in result.output
-    assert not list(tmp_path.iterdir()), "files left in the reader's folder"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == LEFT.get(name, set()), "files left in the reader's folder"
 
 
 @pytest.mark.parametrize("name", NAMES)

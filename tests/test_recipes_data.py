@@ -3,10 +3,14 @@
 test_recipes.py runs each as its docstring shows it.
 """
 
+import itertools
 import re
+import runpy
 
 import pytest
-from support import fork_ranks, variant
+from support import ROOT, fork_ranks, variant
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 
 def figures(result, pattern):
@@ -46,3 +50,54 @@ def test_unequal_micro_batches(tmp_path, world_size):
 ])  # fmt: skip
 def test_unequal_micro_batches_can_fail(tmp_path, old, new, message):
     assert_fails(tmp_path, UNEQUAL, {old: new}, message)
+
+
+# ---- resume_mid_epoch ----
+
+RESUME = "recipes/resume_mid_epoch.py"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_resume_mid_epoch(tmp_path, world_size):
+    lines = fork_ranks(RESUME, cwd=tmp_path, world_size=world_size).lines(0)
+    pattern = r"(\d+) to (\d+) ranks, (.+): +(\d+) items twice, +(\d+) never"
+    found = [re.fullmatch(pattern, line) for line in lines]
+    found = {(int(m[1]), int(m[2]), m[3]): (int(m[4]), int(m[5])) for m in found if m}
+    w = world_size
+    assert found == {
+        (2 * w, w, "skip on each rank"): (10 * w, 0), (2 * w, w, "go on by the step"): (0, 0),
+        (w, 2 * w, "skip on each rank"): (0, 20 * w), (w, 2 * w, "go on by the step"): (0, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("manual_seed(self.seed + self.epoch)", "manual_seed(self.seed + self.rank)", "going on by"),
+    ("[self.first_step :][: len(self)]", "[self.first_step + 1 :]", "going on by"),
+    ("global_batch // old, old, new", "global_batch // new, new, new", "skipping on each rank"),
+])  # fmt: skip
+def test_resume_mid_epoch_can_fail(tmp_path, old, new, message):
+    assert_fails(tmp_path, RESUME, {old: new}, message)
+
+
+def test_global_batches():
+    """Any number of ranks, any step, any size: the same items in each step, the rest left out."""
+    sampler = runpy.run_path(str(ROOT / RESUME))["GlobalBatches"]
+
+    def steps(world_size, epoch, first_step):
+        ranks = [sampler(103, 10, rank, world_size) for rank in range(world_size)]
+        for batches in ranks:
+            batches.start_at(epoch, first_step)
+        loaders = [DataLoader(range(103), batch_sampler=batches) for batches in ranks]
+        assert {len(loader) for loader in loaders} == {10 - first_step}
+        return [sorted(itertools.chain(*(share.tolist() for share in shares)))
+                for shares in zip(*loaders, strict=True)]  # fmt: skip
+
+    whole = steps(1, 3, 0)
+    assert len(set(itertools.chain(*whole))) == 100 and whole != steps(1, 4, 0)
+    for world_size, first_step in itertools.product((1, 2, 3, 4, 7), (0, 1, 9, 10)):
+        assert steps(world_size, 3, first_step) == whole[first_step:]
+    # Where the ranks divide the items, those are the batches of DistributedSampler.
+    ours, theirs = sampler(96, 8, 1, 2), DistributedSampler(range(96), 2, 1)
+    ours.start_at(3)
+    theirs.set_epoch(3)
+    assert list(itertools.chain(*ours)) == list(theirs)

@@ -4,6 +4,7 @@ test_recipes.py runs each as its docstring shows it.
 """
 
 import itertools
+import multiprocessing
 import re
 import runpy
 
@@ -19,9 +20,15 @@ def figures(result, pattern):
     return {m[1]: float(m[2]) for m in found if m}
 
 
+def start_workers_as_usual():
+    """Called in a child: the loader's workers start as in a script, not as support's children."""
+    multiprocessing.set_start_method(None, force=True)
+
+
 def assert_fails(tmp_path, script, changes, message, world_size=2):
     """The script says so, in its own words, when it is changed like this."""
-    result = fork_ranks(variant(tmp_path, script, changes), cwd=tmp_path, world_size=world_size)
+    result = fork_ranks(variant(tmp_path, script, changes), cwd=tmp_path, world_size=world_size,
+                        before=start_workers_as_usual)  # fmt: skip
     assert result.status == 1
     assert f"RuntimeError: {message}" in result.output
 
@@ -101,3 +108,40 @@ def test_global_batches():
     ours.start_at(3)
     theirs.set_epoch(3)
     assert list(itertools.chain(*ours)) == list(theirs)
+
+
+# ---- randomness ----
+
+RANDOM = "recipes/randomness.py"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_randomness(tmp_path, world_size):
+    result = fork_ranks(RANDOM, cwd=tmp_path, world_size=world_size, before=start_workers_as_usual)
+    w, masks = world_size, r"dropout, (.+?) +(\d+)% equal on ranks 0 and 1, .*"
+    equal = figures(result, masks)
+    assert equal.pop("SEED + step") == 100 and len(equal) == 2
+    assert all(40 <= percent <= 60 for percent in equal.values())
+    assert figures(result, rf"dropout, (.+?) +\d+% .* (\d+) masks of {6 * w}") == {
+        "SEED + step * world_size + rank": 6 * w, "SEED + step + rank": 5 + w, "SEED + step": 6,
+    }  # fmt: skip
+    assert figures(result, rf"workers, (.+?) +(\d+) random numbers for {8 * w} items") == {
+        "SEED + epoch * world_size + rank": 8 * w, "SEED + epoch": 8}  # fmt: skip
+    off = figures(result, r"resumed with (.+?) +weights off by (\S+)")
+    assert off.pop("seeds by step") == off.pop("each rank's RNG state") == 0
+    assert set(off) == {"nothing", "rank 0's RNG state"} and min(off.values()) > 0.01
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("(SEED + step * world_size + rank)  # step", "(SEED + step * 2 + rank % 2 * 2)  #",
+     "the dropout masks do not repeat as this file says"),
+    ("generator=torch.Generator().manual_seed(seed)", "generator=torch.Generator().manual_seed(1)",
+     "the workers' numbers do not repeat as this file says"),
+    ("set_rng_states(states, device)\n    for", "pass\n    for",
+     "a resumed run does not repeat the whole one"),
+    ("        if by_step:\n            seed_step(step, rank, world_size)\n", "",
+     "a resumed run does not repeat the whole one"),
+    ("nn.Dropout(0.5)", "nn.Dropout(0)", "lost RNG states do not show what this file says"),
+])  # fmt: skip
+def test_randomness_can_fail(tmp_path, old, new, message):
+    assert_fails(tmp_path, RANDOM, {old: new}, message)

@@ -145,3 +145,36 @@ def test_randomness(tmp_path, world_size):
 ])  # fmt: skip
 def test_randomness_can_fail(tmp_path, old, new, message):
     assert_fails(tmp_path, RANDOM, {old: new}, message)
+
+
+# ---- clip_and_scale ----
+
+CLIP = "recipes/clip_and_scale.py"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clip_and_scale(tmp_path, world_size):
+    result = fork_ranks(CLIP, cwd=tmp_path, world_size=world_size)
+    norms = figures(result, r"(\S.*?) +norm (\S+), step of \S+")
+    norms |= figures(result, r"(\S.*?) +norm (\S+), step of .*, off by .*")
+    steps = figures(result, r"(\S.*?) +norm .*, step of ([^ ,]+).*")
+    off = figures(result, r"(\S.*?) +norm .*, off by (\S+)")
+    one, right, each, early = norms
+    assert norms[right] == pytest.approx(norms[one], rel=1e-3) and norms[one] > 0.1
+    assert norms[early] == pytest.approx(65536 * norms[one], rel=1e-3)
+    assert steps[one] == steps[right] == steps[each] == 0.05
+    assert steps[early] == pytest.approx(0.05 / 65536, rel=0.05)
+    assert off[right] < 1e-3 and off[each] > 0.3 and off[early] == 1
+    assert (f"inf on rank {world_size - 1} alone: scale 65536 to 32768 and no step, on every rank"
+            in result.lines(0))  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("scaler.unscale_(optimizer)  # once", "# once", "one process has the norm"),
+    ("MAX_NORM)  # the same", "2 * MAX_NORM)  # the same", "clipping after the exchange does not"),
+    # Too high a limit: nothing is clipped, so nothing goes wrong.
+    ("MAX_NORM = 0.05", "MAX_NORM = 1e9", "the mistakes do not show what this file says"),
+    ("(1e6 if", "(1 if", "scale, and whether the weights have moved"),
+])  # fmt: skip
+def test_clip_and_scale_can_fail(tmp_path, old, new, message):
+    assert_fails(tmp_path, CLIP, {old: new}, message)

@@ -69,6 +69,19 @@ def test_the_question_comes_first_and_the_answer_can_be_copied(name):
     assert answer and 1 <= answer[1].count("\n") <= 6, "no answer below the question"
 
 
+def test_the_table_of_the_recipes_is_what_they_show():
+    """A row for each: its question; and no figure that its own output does not have."""
+    table = re.findall(r"^\| (.+\?) \| (.+) \| \[(\w+)\]\((\w+)\.py\) \| (.+) \| (.*) \|$",
+                       (ROOT / "recipes/README.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert sorted(name for _, _, name, _, _, _ in table) == NAMES
+    for question, answer, name, file, right, wrong in table:
+        assert docstring(name).startswith(f"{question}\n") and file == name and answer
+        shown = " ".join(shown_output(name))
+        cells = f"{right} {wrong}".replace("sha256", "")
+        for figure in re.findall(r"\d[\d.]*(?:e[+-]\d+)?%?", cells):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", shown), (name, figure)
+
+
 # ---- accumulate ----
 
 

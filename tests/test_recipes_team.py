@@ -51,3 +51,27 @@ def test_agree(tmp_path):
 ])  # fmt: skip
 def test_agree_can_fail(tmp_path, message, old, new):
     fails_with(message, tmp_path, "agree", old, new)
+
+
+# ---- metrics ----
+
+
+def test_metrics(tmp_path):
+    """The figures of one process, without the recipe's own functions where that is easy."""
+    result = fork_ranks("recipes/metrics.py", cwd=tmp_path)
+    found = {name: tuple(map(float, figures)) for name, *figures in numbers(
+        r"(AUC|median|F1) +(\S+) +(\S+) +(\S+)", result)}  # fmt: skip
+    assert found == {"AUC": (0.7707, 0.7707, 0.8105), "median": (0.6615, 0.6615, 0.6694),
+                     "F1": (0.3798, 0.3798, 0.4108)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("AUC over all ranks: 0.8105", "return metric(*gather_rows(scores, labels))",
+     "return mean_of_metrics(metric, scores, labels)"),
+    ("F1 over all ranks: 0.3", "    dist.all_reduce(counts)  # adds them up", "    # adds them up"),
+    pytest.param("the mean of the ranks' AUC is right here: 0.7",
+                 "metric(scores, labels), device=scores",
+                 "metric(*gather_rows(scores, labels)), device=scores", marks=pytest.mark.long),
+])  # fmt: skip
+def test_metrics_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "metrics", old, new)

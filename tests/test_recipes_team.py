@@ -75,3 +75,44 @@ def test_metrics(tmp_path):
 ])  # fmt: skip
 def test_metrics_can_fail(tmp_path, message, old, new):
     fails_with(message, tmp_path, "metrics", old, new)
+
+
+# ---- stream ----
+
+
+def test_stream(tmp_path):
+    result = fork_ranks("recipes/stream.py", cwd=tmp_path, before=start_workers_plainly)
+    delivered = numbers(r"(.*?) +(\d+) samples delivered, (\d+) of them different", result)
+    assert delivered == [("no split", "400", "100"), ("split by rank", "200", "100"),
+                         ("split by rank and worker", "100", "100")]
+    assert numbers(r"batches on each rank, .*: (\d), (\d)", result) == [("5", "2")]
+    assert numbers(r"steps .* with all_have\(\): +(\d), (\d)", result) == [("2", "2")]
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("split by rank and worker: not every sample is delivered 1 times",
+     "start, step = self.rank * workers + me, self.world_size * workers\n        # Every",
+     "start, step = self.rank, self.world_size\n        # Every"),
+    pytest.param("no split: not every sample is delivered 4 times", "return self.samples()\n",
+                 "return itertools.islice(self.samples(), self.rank, None, self.world_size)\n",
+                 marks=pytest.mark.long),
+    pytest.param("batches [5, 5], steps [5, 5]", "    if rank > 0:", "    if rank > 1:",
+                 marks=pytest.mark.long),
+    ("batches [5, 2], steps [1, 1]", "yield batch\n", "yield batch\n        return\n"),
+])  # fmt: skip
+def test_stream_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "stream", old, new)
+
+
+@pytest.mark.long
+def test_stream_hangs_without_the_agreement(tmp_path):
+    """Rank 0 then waits in its third step for rank 1, which has left: until a short timeout."""
+    script = variant(tmp_path, "recipes/stream.py", {
+        "    dist.all_reduce(have, op=dist.ReduceOp.MIN)": "    # dist.all_reduce(have)",
+        "timeout=timedelta(seconds=60)": "timeout=timedelta(seconds=2)",
+        "    have, took =": "    time.sleep(60 if rank else 0)\n    have, took =",
+    })  # fmt: skip
+    result = fork_ranks(script, cwd=tmp_path, before=start_workers_plainly)
+    assert result.status == 1
+    assert "all_reduce(torch.ones(1, device=device))" in result.output, result.output
+    assert "Timed out waiting 2000ms" in result.output

@@ -116,3 +116,31 @@ def test_stream_hangs_without_the_agreement(tmp_path):
     assert result.status == 1
     assert "all_reduce(torch.ones(1, device=device))" in result.output, result.output
     assert "Timed out waiting 2000ms" in result.output
+
+
+# ---- contrastive ----
+
+
+def test_contrastive(tmp_path):
+    result = fork_ranks("recipes/contrastive.py", cwd=tmp_path)
+    off = {name: (float(encoder), float(scale)) for name, encoder, scale in numbers(
+        r"(.*?) +off by (\S+) +off by (\S+)", result)}  # fmt: skip
+    assert max(off["AllGather"]) < 1e-6
+    assert off["local negatives"][0] == pytest.approx(0.68, abs=0.01)
+    assert off["all_gather alone"][0] == pytest.approx(0.49, abs=0.01)
+    assert off["own rows put back"][0] == pytest.approx(0.35, abs=0.01)
+    assert off["whole loss on every rank"] == (pytest.approx(0.5), pytest.approx(0, abs=1e-6))
+    assert off["whole loss times ranks"] == (pytest.approx(0, abs=1e-6), pytest.approx(1))
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("AllGather does not give", "        dist.reduce_scatter(own, parts)\n",
+     "        own = parts[dist.get_rank()]\n"),  # only the own loss's gradient
+    pytest.param("AllGather does not give",
+                 "first=dist.get_rank() * len(a))\n\n\ndef local_negatives",
+                 "first=0)\n\n\ndef local_negatives", marks=pytest.mark.long),
+    ("the mistakes do not", "    return torch.cat(parts).unbind(dim=1)\n",
+     "    return AllGather.apply(torch.stack([a, b], dim=1)).unbind(dim=1)\n"),
+])  # fmt: skip
+def test_contrastive_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "contrastive", old, new)

@@ -144,3 +144,29 @@ def test_contrastive(tmp_path):
 ])  # fmt: skip
 def test_contrastive_can_fail(tmp_path, message, old, new):
     fails_with(message, tmp_path, "contrastive", old, new)
+
+
+# ---- weights_to_serve ----
+
+
+def test_weights_to_serve(tmp_path):
+    result = fork_ranks("recipes/weights_to_serve.py", cwd=tmp_path)
+    off = {name: float(figure) for name, figure in numbers(
+        r"(.*?): +outputs differ by (\S+)", result)}  # fmt: skip
+    right = ["averaged.module, loaded by the plain model", "DDP(model), loaded without its prefix"]
+    assert [off.pop(name) for name in right] == [0, 0]
+    assert off.popitem()[1] > 0.1 and not off
+    assert numbers(r"(.*?): +(Missing key\(s\): .*)", result) == [
+        ("DDP(model), loaded by the plain model", 'Missing key(s): "0.weight", ...')]
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("the averaged weights differ", "(model(torch.randn", "(model.module(torch.randn"),
+    ("the loaded model is not", "torch.save(averaged.module.state_dict(), path)\n\n\ndef",
+     "torch.save(new_model().state_dict(), path)\n\n\ndef"),
+    pytest.param("the names are not", "    plain.compile(backend=BACKEND)",
+                 "    plain = torch.compile(plain, backend=BACKEND)", marks=pytest.mark.long),
+    ("the mistakes do not", "load_what_fits(wrong)", "load_without_prefix(wrong)"),
+])  # fmt: skip
+def test_weights_to_serve_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "weights_to_serve", old, new)

@@ -51,7 +51,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows):
-        return torch.cat(all_gather(rows))
+        return torch.cat(gather_parts(rows))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -63,7 +63,7 @@ class AllGather(torch.autograd.Function):
         return own
 
 
-def all_gather(rows):
+def gather_parts(rows):
     """Return a list of each rank's rows. No gradient goes back through it, even to the own rows."""
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, rows.contiguous())
@@ -90,7 +90,7 @@ def local_negatives(a, b, scale):
 
 def without_gradient(a, b, scale):
     """Wrong: a row learns from its negatives, but not from being a negative of others."""
-    all_a, all_b = torch.cat(all_gather(torch.stack([a, b], dim=1))).unbind(dim=1)
+    all_a, all_b = torch.cat(gather_parts(torch.stack([a, b], dim=1))).unbind(dim=1)
     return loss_of_rows(a, b, all_a, all_b, scale, first=dist.get_rank() * len(a))
 
 
@@ -112,7 +112,7 @@ def whole_loss_times_ranks(a, b, scale):
 
 def put_back(a, b):
     """Return all ranks' rows, this rank's own with a gradient."""
-    parts = all_gather(torch.stack([a, b], dim=1))
+    parts = gather_parts(torch.stack([a, b], dim=1))
     parts[dist.get_rank()] = torch.stack([a, b], dim=1)
     return torch.cat(parts).unbind(dim=1)
 

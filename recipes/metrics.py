@@ -103,7 +103,7 @@ def main():
 
 def compare_metrics(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    all_scores, all_labels = make_rows()
+    all_scores, all_labels = make_scores()
     first, rest = 600, len(all_scores) - 600  # rank 0 has more rows: its file was the longest
     sizes = [first] + [len(part) for part in torch.arange(rest).tensor_split(world_size - 1)]
     scores = all_scores.split(sizes)[rank].to(device)  # on a GPU, your model leaves them there
@@ -126,7 +126,7 @@ def compare_metrics(device):
     log("over all ranks: exactly the metric of one process, in all three cases")
 
 
-def make_rows():
+def make_scores():
     """Return the scores and labels of all rows; the scores of the later files are higher."""
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(1001, generator=generator) < 0.1).long()

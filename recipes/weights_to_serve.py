@@ -62,7 +62,7 @@ def train(model, device):
     return averaged
 
 
-def save(averaged, path):
+def save_plain(averaged, path):
     """The right way: .module is the plain model. For the latest weights: model.module (of DDP)."""
     # One rank saves: all would write the same weights. (BatchNorm's running means can differ.)
     if dist.get_rank() == 0:
@@ -75,23 +75,23 @@ def save_with_wrapper(model, path):
         torch.save(model.state_dict(), path)
 
 
-def load(path):
+def load_plain(path):
     """What a single process does with the file: it has no ranks, and needs none of the wrappers."""
-    model = new_model()
+    model = new_net()
     model.load_state_dict(torch.load(path, map_location="cpu"))  # strict: all names must fit
     return model.eval()
 
 
 def load_what_fits(path):
     """Wrong: strict=False passes over all names that do not fit. Here none fits."""
-    model = new_model()
+    model = new_net()
     model.load_state_dict(torch.load(path, map_location="cpu"), strict=False)
     return model.eval()
 
 
 def load_without_prefix(path):
     """Mends a file that has the names of the wrappers."""
-    state, model = torch.load(path, map_location="cpu"), new_model()
+    state, model = torch.load(path, map_location="cpu"), new_net()
     for prefix in ("_orig_mod.", "module."):
         consume_prefix_in_state_dict_if_present(state, prefix)
     model.load_state_dict(state)
@@ -111,7 +111,7 @@ def main():
 
 def train_and_serve(device, folder):
     torch.manual_seed(0)
-    plain = new_model().to(device)
+    plain = new_net().to(device)
     plain.compile(backend=BACKEND)  # in place, and before DDP: it adds nothing to the names
     model = DDP(plain)
     averaged = train(model, device)
@@ -124,7 +124,7 @@ def train_and_serve(device, folder):
                 "AveragedModel(model.module)": averaged, "averaged.module": averaged.module})
 
     right, wrong = os.path.join(folder, "right.pt"), os.path.join(folder, "wrong.pt")
-    save(averaged, right)
+    save_plain(averaged, right)
     save_with_wrapper(model, wrong)
     if dist.get_rank() == 0:
         load_and_compare(right, wrong, averaged.module, model.module, device)
@@ -148,10 +148,10 @@ def load_and_compare(right, wrong, averaged, latest, device):
     def difference(loaded, trained):
         return (loaded.to(device)(inputs) - trained.eval()(inputs)).abs().max().item()
 
-    off = difference(load(right), averaged)
+    off = difference(load_plain(right), averaged)
     log(f"averaged.module, loaded by the plain model:   outputs differ by {off:.1e}")
     try:
-        load(wrong)
+        load_plain(wrong)
         error = "no error"
     except RuntimeError as caught:
         error = str(caught).splitlines()[1].strip().replace(" in state_dict", "").partition(",")[0]
@@ -166,7 +166,7 @@ def load_and_compare(right, wrong, averaged, latest, device):
         raise RuntimeError("the mistakes do not show what this file says")
 
 
-def new_model():
+def new_net():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 
 

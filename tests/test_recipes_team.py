@@ -163,7 +163,7 @@ def test_weights_to_serve(tmp_path):
 @pytest.mark.parametrize(("message", "old", "new"), [
     ("the averaged weights differ", "(model(torch.randn", "(model.module(torch.randn"),
     ("the loaded model is not", "torch.save(averaged.module.state_dict(), path)\n\n\ndef",
-     "torch.save(new_model().state_dict(), path)\n\n\ndef"),
+     "torch.save(new_net().state_dict(), path)\n\n\ndef"),
     pytest.param("the names are not", "    plain.compile(backend=BACKEND)",
                  "    plain = torch.compile(plain, backend=BACKEND)", marks=pytest.mark.long),
     ("the mistakes do not", "load_what_fits(wrong)", "load_without_prefix(wrong)"),

@@ -1,0 +1,194 @@
+"""How do all ranks stop in the same step?
+
+    def any_rank(condition, device):
+        flag = torch.tensor(float(condition), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag.item() > 0
+
+    if any_rank(no_progress or time.monotonic() > deadline, device):
+        break
+
+Each rank is a process of its own. In every step of the training the ranks wait for each other,
+because they average their gradients. If one rank leaves the loop alone, the others wait for it
+until their process group times out: after 10 minutes on GPUs (NCCL), 30 on CPUs (Gloo). So every
+rank tells the others whether it wants to stop, and all leave as soon as one of them does.
+
+    torchrun --standalone --nproc-per-node=2 recipes/agree.py
+
+    [rank 0/2] alone:  early stopping  rank 0 left after epoch 3; the others failed in epoch 4
+    [rank 0/2] agreed: early stopping  wanted by rank 0; all left after epoch 3
+    [rank 0/2] agreed: stop file       wanted by rank 0; all left after epoch 2
+    [rank 0/2] agreed: time limit      wanted by rank 1; all left after epoch 4
+    [rank 0/2] agreed: loss is nan     wanted by rank 1; all left after epoch 1
+
+"alone" is the common mistake. It is shown with Gloo and a timeout of 2 s, so that this script can
+go on; with NCCL, a timeout ends the process. All ranks must call any_rank(), in the same step. So
+this is wrong, too: "if no_progress or any_rank(time_is_up, device)". Where no_progress is true,
+Python skips the rest: that rank leaves, and the others wait for it in any_rank().
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+EPOCHS = 6
+TIMEOUT = timedelta(seconds=2)  # for the demonstration; yours is that of init_process_group()
+
+
+def any_rank(condition, device):
+    """Return True on every rank if condition is true on any of them. All ranks must call it."""
+    flag = torch.tensor(float(condition), device=device)  # NCCL takes tensors on the GPU only
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return flag.item() > 0  # waits for the GPU: in a loop of short steps, ask every 10th step
+
+
+def train_agreed(wants_to_stop, finished, group, device):
+    """The right way. wants_to_stop(epoch): what this rank alone would decide."""
+    for epoch in range(1, EPOCHS + 1):
+        exchange_gradients(group)
+        finished.append(epoch)
+        if any_rank(wants_to_stop(epoch), device):
+            break
+
+
+def train_alone(wants_to_stop, finished, group, device):
+    """Wrong: the ranks that stay wait in the next epoch for the one that has left."""
+    for epoch in range(1, EPOCHS + 1):
+        exchange_gradients(group)
+        finished.append(epoch)
+        if wants_to_stop(epoch):
+            break
+
+
+def exchange_gradients(group):
+    """Stands for your epoch: DistributedDataParallel waits for all ranks in each backward()."""
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def reasons_to_stop(rank, world_size, folder):
+    """{reason: function}: each is true on a single rank first, as it happens in real jobs."""
+    last = rank == world_size - 1
+
+    def early_stopping(epoch):  # each rank has the loss of its own share of the validation set
+        # You can also all-reduce the losses. Then all ranks have the same number, and decide alike.
+        losses = [0.9, 0.91, 0.92, 0.93, 0.94, 0.95] if rank == 0 else [1, 0.9, 0.8, 0.7, 0.6, 0.5]
+        return epoch - losses.index(min(losses[:epoch])) > 2  # two epochs without progress
+
+    def stop_file(epoch):  # "touch STOP" on one machine; the others do not see it, or see it later
+        path = os.path.join(folder, "STOP")
+        if rank == 0 and epoch == 2:
+            open(path, "w").close()
+        return os.path.exists(path)
+
+    def time_limit(epoch):  # an epoch takes 10 minutes; the clock of one machine is ahead
+        return 10 * epoch + (3 if last else 0) > 42
+
+    def loss_is_nan(epoch):  # yours: ask before backward(), which brings the nan to all ranks
+        loss = math.nan if last else 0.5
+        return not math.isfinite(loss)
+
+    return {"early stopping": early_stopping, "stop file": stop_file, "time limit": time_limit,
+            "loss is nan": loss_is_nan}  # fmt: skip
+
+
+def main():
+    parse_args()
+    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60),
+                            device_id=device if backend == "nccl" else None)
+    with tempfile.TemporaryDirectory() as folder:  # each rank has its own: a disk of its own
+        stop_alone_and_together(device, folder)
+    dist.destroy_process_group()
+
+
+def stop_alone_and_together(device, folder):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reasons = reasons_to_stop(rank, world_size, folder)
+
+    epochs, _, errors = watch(train_alone, reasons["early stopping"], device)
+    if epochs != [3] * world_size or errors[0] or not all(errors[1:]):
+        raise RuntimeError(f"one rank left alone, but: epochs {epochs}, errors {errors}")
+    log(f"alone:  early stopping  rank 0 left after epoch {epochs[0]}; the others failed in epoch"
+        f" {epochs[1] + 1}")
+
+    last = world_size - 1
+    expected = {"early stopping": (0, 3), "stop file": (0, 2), "time limit": (last, 4),
+                "loss is nan": (last, 1)}  # the rank that wants to stop, and after which epoch
+    for name, (who, epoch) in expected.items():
+        epochs, wanted, errors = watch(train_agreed, reasons[name], device)
+        if epochs != [epoch] * world_size or wanted != [who] or any(errors):
+            raise RuntimeError(f"not all left together: {name}, epochs {epochs}, errors {errors}")
+        log(f"agreed: {name:<15} wanted by rank {who}; all left after epoch {epoch}")
+
+
+def watch(train, wants_to_stop, device):
+    """Return each rank's last epoch, the ranks that wanted to stop then, and each rank's error."""
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # a timeout breaks it: a new one here
+    finished, error = [], ""
+    try:
+        train(wants_to_stop, finished, group, device)
+    except RuntimeError as caught:  # "Timed out waiting ..." or "Connection closed by peer ..."
+        error = str(caught).rpartition("] ")[2]
+    wish = bool(finished) and wants_to_stop(finished[-1])
+    epochs, wishes, errors = zip(*gathered((len(finished), wish, error)), strict=True)
+    dist.destroy_process_group(group)
+    return list(epochs), [rank for rank, wish in enumerate(wishes) if wish], list(errors)
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+def gathered(value):
+    """Return every rank's value, in rank order. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
+    return values
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def parse_args():
+    """Stop if the way of starting cannot work."""
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
+             " with CUDA_VISIBLE_DEVICES= in front")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""How do I split an IterableDataset over ranks and DataLoader workers?
+
+    def __iter__(self):  # of your dataset; it runs in each worker of each rank
+        worker = get_worker_info()
+        workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
+        start, step = self.rank * workers + me, self.world_size * workers
+        return itertools.islice(self.samples(), start, None, step)
+
+An IterableDataset yields samples one after the other, from a file or a queue, and has no index. So
+DistributedSampler cannot split it over the ranks (processes), and DataLoader does not split it over
+its workers: each worker of each rank iterates over a copy of the dataset, from the first sample on.
+
+    torchrun --standalone --nproc-per-node=2 recipes/stream.py
+
+    [rank 0/2] a stream of 100 samples; 2 workers on each of 2 ranks
+    [rank 0/2] no split                 400 samples delivered, 100 of them different
+    [rank 0/2] split by rank            200 samples delivered, 100 of them different
+    [rank 0/2] split by rank and worker 100 samples delivered, 100 of them different
+    [rank 0/2] batches on each rank, as if a filter had dropped some: 5, 2
+    [rank 0/2] steps that each rank takes with all_have():            2, 2
+
+Without a split, or split by rank only, an epoch shows each sample several times, and nothing fails.
+Use the same num_workers on all ranks. Shares of a stream often differ in length, for example after
+a filter. DistributedDataParallel (DDP) would then wait in backward() for a rank that has no
+batch left. all_have() below ends the epoch on all ranks before that, and drops what the others have
+left. To train on those batches as well, use Join (pitfalls/uneven_inputs.py).
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+SAMPLES, BATCH_SIZE, WORKERS = 100, 10, 2  # BATCH_SIZE and WORKERS: on each rank
+
+
+class Stream(IterableDataset):
+    """Your stream. rank and world_size come from the main process: a worker has no group."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+    def samples(self):
+        """All samples, in the same order in every process. Here numbers; yours: lines of a file."""
+        yield from range(SAMPLES)
+
+
+class Whole(Stream):
+    """Wrong: every worker delivers every sample."""
+
+    def __iter__(self):
+        return self.samples()
+
+
+class SplitByRank(Stream):
+    """Wrong with num_workers > 1: the workers of a rank deliver the same samples."""
+
+    def __iter__(self):
+        return itertools.islice(self.samples(), self.rank, None, self.world_size)
+
+
+class SplitByRankAndWorker(Stream):
+    """The right way: of all workers of all ranks, each takes its turn."""
+
+    def __iter__(self):
+        worker = get_worker_info()  # None with num_workers=0: the main process reads by itself
+        workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
+        start, step = self.rank * workers + me, self.world_size * workers
+        # Every worker still reads all samples. If yours lie in many files, split the files alike.
+        return itertools.islice(self.samples(), start, None, step)
+
+
+def all_have(batches, device):
+    """Yield batches until one rank has none left. All ranks must iterate over it."""
+    iterator = iter(batches)
+    while True:
+        batch = next(iterator, None)
+        have = torch.tensor(float(batch is not None), device=device)
+        dist.all_reduce(have, op=dist.ReduceOp.MIN)  # 0 as soon as one rank says 0
+        if have.item() == 0:
+            return
+        yield batch
+
+
+def main():
+    parse_args()
+    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60),
+                            device_id=device if backend == "nccl" else None)
+    deliver()
+    end_together(device)
+    dist.destroy_process_group()
+
+
+def deliver():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    log(f"a stream of {SAMPLES} samples; {WORKERS} workers on each of {world_size} ranks")
+    for name, split, copies in [("no split", Whole, world_size * WORKERS),
+                                ("split by rank", SplitByRank, WORKERS),
+                                ("split by rank and worker", SplitByRankAndWorker, 1)]:
+        loader = DataLoader(split(rank, world_size), BATCH_SIZE, num_workers=WORKERS)
+        samples = list(itertools.chain(*gathered(torch.cat(list(loader)).tolist())))
+        log(f"{name:<24} {len(samples)} samples delivered, {len(set(samples))} of them different")
+        if sorted(samples) != sorted([*range(SAMPLES)] * copies):
+            raise RuntimeError(f"{name}: not every sample is delivered {copies} times")
+
+
+def end_together(device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = list(DataLoader(SplitByRankAndWorker(rank, world_size), BATCH_SIZE))  # no workers
+    if rank > 0:
+        del batches[len(batches) // 2 :]
+    steps = 0
+    for _ in all_have(batches, device):
+        dist.all_reduce(torch.ones(1, device=device))  # your step: DDP meets in backward(), too
+        steps += 1
+    have, took = gathered(len(batches)), gathered(steps)
+    log(f"batches on each rank, as if a filter had dropped some: {', '.join(map(str, have))}")
+    log(f"steps that each rank takes with all_have():            {', '.join(map(str, took))}")
+    if min(have) == max(have) or took != [min(have)] * world_size:
+        raise RuntimeError(f"batches {have}, steps {took}: not the steps of the shortest share")
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+def gathered(value):
+    """Return every rank's value, in rank order. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
+    return values
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def parse_args():
+    """Stop if the way of starting cannot work."""
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
+             " with CUDA_VISIBLE_DEVICES= in front")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""recipes/ that concern what all ranks do together: their figures, and that each can fail."""
+
+import multiprocessing
+import re
+
+import pytest
+from support import fork_ranks, variant
+
+
+def numbers(pattern, result):
+    """The groups of each line of rank 0 that matches as a whole."""
+    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
+    return [match.groups() for match in found if match]
+
+
+def start_workers_plainly():
+    """Called in a child: its DataLoader starts workers as in a process that no server has forked.
+
+    Else it would start a server of its own first, which imports torch anew.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
+def fails_with(message, tmp_path, name, old, new):
+    """The recipe with old replaced by new ends with its own error."""
+    script = variant(tmp_path, f"recipes/{name}.py", {old: new})
+    result = fork_ranks(script, cwd=tmp_path, before=start_workers_plainly)
+    assert result.status == 1, result.output
+    assert f"RuntimeError: {message}" in result.output, result.output
+
+
+# ---- agree ----
+
+
+def test_agree(tmp_path):
+    result = fork_ranks("recipes/agree.py", cwd=tmp_path, world_size=3)
+    assert result.status == 0, result.output
+    assert numbers(r"alone: .* rank (\d) left after epoch (\d); the others failed in epoch (\d)",
+                   result) == [("0", "3", "4")]
+    agreed = numbers(r"agreed: (.*?) +wanted by rank (\d); all left after epoch (\d)", result)
+    assert agreed == [("early stopping", "0", "3"), ("stop file", "0", "2"),
+                      ("time limit", "2", "4"), ("loss is nan", "2", "1")]
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("not all left together: early stopping, epochs [3, 3], errors ['', 'Timed out",
+     "    dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n    return flag.item() > 0  # waits",
+     "    return flag.item() > 0  # waits"),
+    ("one rank left alone, but: epochs [6, 6], errors ['', '']",
+     "        if wants_to_stop(epoch):\n            break\n", ""),
+])  # fmt: skip
+def test_agree_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "agree", old, new)
+
+
+# ---- metrics ----
+
+
+def test_metrics(tmp_path):
+    """The figures of one process, without the recipe's own functions where that is easy."""
+    result = fork_ranks("recipes/metrics.py", cwd=tmp_path)
+    found = {name: tuple(map(float, figures)) for name, *figures in numbers(
+        r"(AUC|median|F1) +(\S+) +(\S+) +(\S+)", result)}  # fmt: skip
+    assert found == {"AUC": (0.7707, 0.7707, 0.8105), "median": (0.6615, 0.6615, 0.6694),
+                     "F1": (0.3798, 0.3798, 0.4108)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("AUC over all ranks: 0.8105", "return metric(*gather_rows(scores, labels))",
+     "return mean_of_metrics(metric, scores, labels)"),
+    ("F1 over all ranks: 0.3", "    dist.all_reduce(counts)  # adds them up", "    # adds them up"),
+    pytest.param("the mean of the ranks' AUC is right here: 0.7",
+                 "metric(scores, labels), device=scores",
+                 "metric(*gather_rows(scores, labels)), device=scores", marks=pytest.mark.long),
+])  # fmt: skip
+def test_metrics_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "metrics", old, new)
+
+
+# ---- stream ----
+
+
+def test_stream(tmp_path):
+    result = fork_ranks("recipes/stream.py", cwd=tmp_path, before=start_workers_plainly)
+    delivered = numbers(r"(.*?) +(\d+) samples delivered, (\d+) of them different", result)
+    assert delivered == [("no split", "400", "100"), ("split by rank", "200", "100"),
+                         ("split by rank and worker", "100", "100")]
+    assert numbers(r"batches on each rank, .*: (\d), (\d)", result) == [("5", "2")]
+    assert numbers(r"steps .* with all_have\(\): +(\d), (\d)", result) == [("2", "2")]
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("split by rank and worker: not every sample is delivered 1 times",
+     "start, step = self.rank * workers + me, self.world_size * workers\n        # Every",
+     "start, step = self.rank, self.world_size\n        # Every"),
+    pytest.param("no split: not every sample is delivered 4 times", "return self.samples()\n",
+                 "return itertools.islice(self.samples(), self.rank, None, self.world_size)\n",
+                 marks=pytest.mark.long),
+    pytest.param("batches [5, 5], steps [5, 5]", "    if rank > 0:", "    if rank > 1:",
+                 marks=pytest.mark.long),
+    ("batches [5, 2], steps [1, 1]", "yield batch\n", "yield batch\n        return\n"),
+])  # fmt: skip
+def test_stream_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "stream", old, new)
+
+
+@pytest.mark.long
+def test_stream_hangs_without_the_agreement(tmp_path):
+    """Rank 0 then waits in its third step for rank 1, which has left: until a short timeout."""
+    script = variant(tmp_path, "recipes/stream.py", {
+        "    dist.all_reduce(have, op=dist.ReduceOp.MIN)": "    # dist.all_reduce(have)",
+        "timeout=timedelta(seconds=60)": "timeout=timedelta(seconds=2)",
+        "    have, took =": "    time.sleep(60 if rank else 0)\n    have, took =",
+    })  # fmt: skip
+    result = fork_ranks(script, cwd=tmp_path, before=start_workers_plainly)
+    assert result.status == 1
+    assert "all_reduce(torch.ones(1, device=device))" in result.output, result.output
+    assert "Timed out waiting 2000ms" in result.output
+
+
+# ---- contrastive ----
+
+
+def test_contrastive(tmp_path):
+    result = fork_ranks("recipes/contrastive.py", cwd=tmp_path)
+    off = {name: (float(encoder), float(scale)) for name, encoder, scale in numbers(
+        r"(.*?) +off by (\S+) +off by (\S+)", result)}  # fmt: skip
+    assert max(off["AllGather"]) < 1e-6
+    assert off["local negatives"][0] == pytest.approx(0.68, abs=0.01)
+    assert off["all_gather alone"][0] == pytest.approx(0.49, abs=0.01)
+    assert off["own rows put back"][0] == pytest.approx(0.35, abs=0.01)
+    assert off["whole loss on every rank"] == (pytest.approx(0.5), pytest.approx(0, abs=1e-6))
+    assert off["whole loss times ranks"] == (pytest.approx(0, abs=1e-6), pytest.approx(1))
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("AllGather does not give", "        dist.reduce_scatter(own, parts)\n",
+     "        own = parts[dist.get_rank()]\n"),  # only the own loss's gradient
+    pytest.param("AllGather does not give",
+                 "first=dist.get_rank() * len(a))\n\n\ndef local_negatives",
+                 "first=0)\n\n\ndef local_negatives", marks=pytest.mark.long),
+    ("the mistakes do not", "    return torch.cat(parts).unbind(dim=1)\n",
+     "    return AllGather.apply(torch.stack([a, b], dim=1)).unbind(dim=1)\n"),
+])  # fmt: skip
+def test_contrastive_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "contrastive", old, new)
+
+
+# ---- weights_to_serve ----
+
+
+def test_weights_to_serve(tmp_path):
+    result = fork_ranks("recipes/weights_to_serve.py", cwd=tmp_path)
+    off = {name: float(figure) for name, figure in numbers(
+        r"(.*?): +outputs differ by (\S+)", result)}  # fmt: skip
+    right = ["averaged.module, loaded by the plain model", "DDP(model), loaded without its prefix"]
+    assert [off.pop(name) for name in right] == [0, 0]
+    assert off.popitem()[1] > 0.1 and not off
+    assert numbers(r"(.*?): +(Missing key\(s\): .*)", result) == [
+        ("DDP(model), loaded by the plain model", 'Missing key(s): "0.weight", ...')]
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    ("the averaged weights differ", "(model(torch.randn", "(model.module(torch.randn"),
+    ("the loaded model is not", "torch.save(averaged.module.state_dict(), path)\n\n\ndef",
+     "torch.save(new_net().state_dict(), path)\n\n\ndef"),
+    pytest.param("the names are not", "    plain.compile(backend=BACKEND)",
+                 "    plain = torch.compile(plain, backend=BACKEND)", marks=pytest.mark.long),
+    ("the mistakes do not", "load_what_fits(wrong)", "load_without_prefix(wrong)"),
+])  # fmt: skip
+def test_weights_to_serve_can_fail(tmp_path, message, old, new):
+    fails_with(message, tmp_path, "weights_to_serve", old, new)

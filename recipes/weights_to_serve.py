@@ -183,9 +183,12 @@ def gathered(value):
 def pick_device(local_rank):
     """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
     if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 is too coarse to compare runs
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -207,7 +210,7 @@ def stop(message, status=2):
 
 def parse_args():
     """Stop if the way of starting cannot work."""
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.parse_args()

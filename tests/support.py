@@ -320,6 +320,9 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # What the script starts (a DataLoader's workers, say) starts as it does in a plain process. A
+    # forkserver's child would start a server of its own, which imports torch anew.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [str(script), *map(str, arguments)]

@@ -43,6 +43,7 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
     assert left == LEFT.get(name, set()), "files left in the reader's folder"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_on_another_number_of_ranks(tmp_path, name):
     result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + 1)

@@ -4,7 +4,6 @@ test_recipes.py runs each as its docstring shows it.
 """
 
 import itertools
-import multiprocessing
 import re
 import runpy
 
@@ -20,15 +19,9 @@ def figures(result, pattern):
     return {m[1]: float(m[2]) for m in found if m}
 
 
-def start_workers_as_usual():
-    """Called in a child: the loader's workers start as in a script, not as support's children."""
-    multiprocessing.set_start_method(None, force=True)
-
-
 def assert_fails(tmp_path, script, changes, message, world_size=2):
     """The script says so, in its own words, when it is changed like this."""
-    result = fork_ranks(variant(tmp_path, script, changes), cwd=tmp_path, world_size=world_size,
-                        before=start_workers_as_usual)  # fmt: skip
+    result = fork_ranks(variant(tmp_path, script, changes), cwd=tmp_path, world_size=world_size)
     assert result.status == 1
     assert f"RuntimeError: {message}" in result.output
 
@@ -117,7 +110,7 @@ RANDOM = "recipes/randomness.py"
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_randomness(tmp_path, world_size):
-    result = fork_ranks(RANDOM, cwd=tmp_path, world_size=world_size, before=start_workers_as_usual)
+    result = fork_ranks(RANDOM, cwd=tmp_path, world_size=world_size)
     w, masks = world_size, r"dropout, (.+?) +(\d+)% equal on ranks 0 and 1, .*"
     equal = figures(result, masks)
     assert equal.pop("SEED + step") == 100 and len(equal) == 2

@@ -1,6 +1,5 @@
 """recipes/ that concern what all ranks do together: their figures, and that each can fail."""
 
-import multiprocessing
 import re
 
 import pytest
@@ -13,18 +12,10 @@ def numbers(pattern, result):
     return [match.groups() for match in found if match]
 
 
-def start_workers_plainly():
-    """Called in a child: its DataLoader starts workers as in a process that no server has forked.
-
-    Else it would start a server of its own first, which imports torch anew.
-    """
-    multiprocessing.set_start_method(None, force=True)
-
-
 def fails_with(message, tmp_path, name, old, new):
     """The recipe with old replaced by new ends with its own error."""
     script = variant(tmp_path, f"recipes/{name}.py", {old: new})
-    result = fork_ranks(script, cwd=tmp_path, before=start_workers_plainly)
+    result = fork_ranks(script, cwd=tmp_path)
     assert result.status == 1, result.output
     assert f"RuntimeError: {message}" in result.output, result.output
 
@@ -81,7 +72,7 @@ def test_metrics_can_fail(tmp_path, message, old, new):
 
 
 def test_stream(tmp_path):
-    result = fork_ranks("recipes/stream.py", cwd=tmp_path, before=start_workers_plainly)
+    result = fork_ranks("recipes/stream.py", cwd=tmp_path)
     delivered = numbers(r"(.*?) +(\d+) samples delivered, (\d+) of them different", result)
     assert delivered == [("no split", "400", "100"), ("split by rank", "200", "100"),
                          ("split by rank and worker", "100", "100")]
@@ -112,7 +103,7 @@ def test_stream_hangs_without_the_agreement(tmp_path):
         "timeout=timedelta(seconds=60)": "timeout=timedelta(seconds=2)",
         "    have, took =": "    time.sleep(60 if rank else 0)\n    have, took =",
     })  # fmt: skip
-    result = fork_ranks(script, cwd=tmp_path, before=start_workers_plainly)
+    result = fork_ranks(script, cwd=tmp_path)
     assert result.status == 1
     assert "all_reduce(torch.ones(1, device=device))" in result.output, result.output
     assert "Timed out waiting 2000ms" in result.output

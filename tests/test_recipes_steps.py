@@ -198,31 +198,41 @@ def test_another_number_of_ranks_sees_each_window_once(tmp_path, ranks, others):
     epochs = [[i for step in steps for share in found[step] for i in share]
               for steps in (range(1, 5), range(5, 9))]  # fmt: skip
     assert all(len(epoch) == len(set(epoch)) == 48 and max(epoch) < 50 for epoch in epochs)
-    assert epochs[0] != epochs[1], "the second epoch repeats the order of the first"
+    steps = together(found)
+    assert steps[1] != steps[5], "the second epoch repeats the order of the first"
     whole = trained(tmp_path / "whole", 8, 8, *arguments, changes=DRAWN, world_size=ranks)
-    assert together(draws(whole)) == together(found)
+    assert together(draws(whole)) == steps
     off = difference(load(tmp_path / "whole"), load(tmp_path / "resized"))
     print(f"{ranks} to {others} ranks: off by {off:.1e}")
     assert 0 < off < 1e-4
 
 
-def first_gradient(folder, *arguments, **options):
-    """The gradient of step 1, times a constant: AdamW's first moment after one step."""
-    trained(folder, 1, 1, *SMALL, "--dropout", 0, *arguments, **options)
+def first_step(folder, *arguments, **options):
+    """(loss, gradient as AdamW has seen it: ten times its first moment, norm before clipping)."""
+    result = trained(folder, 1, 1, *SMALL, "--dropout", 0, *arguments, **options)
     state = load(folder)["optimizer"]["state"]
-    return torch.cat([state[i]["exp_avg"].flatten() for i in range(len(state))])
+    gradient = torch.cat([10 * state[i]["exp_avg"].flatten() for i in range(len(state))])
+    loss, _, norm = reports(result)[1]
+    return loss, gradient, norm
 
 
 def test_a_batch_that_the_ranks_cannot_divide(tmp_path):
     """3 ranks have 5, 4 and 4 windows, in micro-batches of 3, 2 or 2: the gradient of all 13."""
-    one = first_gradient(tmp_path / "one", "--accumulate", 1, world_size=1)
-    three = first_gradient(tmp_path / "three", "--accumulate", 2, world_size=3)
+    loss, one, norm = first_step(tmp_path / "one", "--accumulate", 1, world_size=1)
+    same_loss, three, same_norm = first_step(tmp_path / "three", "--accumulate", 2, world_size=3)
     changes = {"weight = len(indices) / args.batch_size":
                "weight = 1 / args.accumulate / dist.get_world_size()"}  # fmt: skip
-    mean_of_means = first_gradient(tmp_path / "means", world_size=3, changes=changes)
+    _, mean_of_means, _ = first_step(tmp_path / "means", world_size=3, changes=changes)
+    assert same_loss == pytest.approx(loss, abs=1e-3) and same_norm == pytest.approx(norm, abs=0.02)
     off, wrong = ((other - one).norm() / one.norm() for other in (three, mean_of_means))
     print(f"off by {off:.1e}, mean of means {wrong:.1e}")
     assert off < 1e-5 and wrong > 1e-3
+
+
+def test_the_gradient_of_the_whole_batch_is_clipped(tmp_path):
+    changes = {"WARM_UP_STEPS, CLIP = 1e-2, 10, 1.0": "WARM_UP_STEPS, CLIP = 1e-2, 10, 0.125"}
+    _, gradient, norm = first_step(tmp_path / "run", changes=changes)
+    assert norm > 0.5 and gradient.norm().item() == pytest.approx(0.125, abs=1e-5)
 
 
 @pytest.mark.parametrize(("changes", "exchanges"), [

@@ -9,8 +9,9 @@
 
 Clipping limits the norm of the gradient. GradScaler multiplies the loss, so that small gradients do
 not become 0 in float16. DistributedDataParallel (DDP) averages the gradients over the ranks
-(processes) in the last micro-batch's backward() (recipes/accumulate.py). Do all else after it. Then
-every rank has the same gradient, finds the same norm, and takes the same decision to skip a step.
+(processes): the exchange. With no_sync() it comes in the last micro-batch's backward() (see
+recipes/accumulate.py). Unscale and clip after it. Then all ranks have the same gradient, so they
+find the same norm, and skip the same steps.
 
     torchrun --standalone --nproc-per-node=2 recipes/clip_and_scale.py
 
@@ -18,7 +19,7 @@ every rank has the same gradient, finds the same norm, and takes the same decisi
     [rank 0/2] clip after the exchange  norm 0.23015, step of 5.0e-02, off by 5.5e-04
     [rank 0/2] clip each micro-batch    norm 0.15918, step of 5.0e-02, off by 6.0e-01
     [rank 0/2] clip before unscale_     norm 15083, step of 7.8e-07, off by 1.0e+00
-    [rank 0/2] inf on rank 1 alone: scale 65536 to 32768 and no step, on every rank
+    [rank 0/2] inf on rank 1 alone: every rank skips the step, and goes on with 32768 for 65536
 
 Clipping each micro-batch changes the direction: it shrinks the ranks' gradients by different
 factors before they are averaged. Clipping before unscale_() limits the scaled gradient: the step is
@@ -135,18 +136,18 @@ def overflow_on_one_rank(device):
     last = dist.get_world_size() - 1
     model, optimizer, scaler = new_model_and_scaler(device)
     micro_batches = own_micro_batches(*make_rows(device))
-    before = flat_weights(model)
+    before, first_scale = flat_weights(model), scaler.get_scale()
     found = []
     for factor in (1e6 if dist.get_rank() == last else 1, 1):  # float16 ends at 65504
         (inputs, targets), *others = micro_batches
         clip_after_exchange(model, optimizer, scaler, [(inputs * factor, targets), *others])
         moved = not torch.equal(flat_weights(model), before)
         found.append(gathered((scaler.get_scale(), moved)))
-    (scale, _), (_, moved) = found[0][0], found[1][0]
-    log(f"inf on rank {last} alone: scale 65536 to {scale:.0f} and no step, on every rank")
-    for ranks, moved in zip(found, (False, True), strict=True):
-        if ranks != [(32768.0, moved)] * (last + 1):
-            raise RuntimeError(f"scale, and whether the weights have moved: {found}")
+    scale = first_scale / 2
+    if found != [[(scale, False)] * (last + 1), [(scale, True)] * (last + 1)]:
+        raise RuntimeError(f"scale, and whether the weights have moved, on each rank: {found}")
+    log(f"inf on rank {last} alone: every rank skips the step, and goes on with {scale:.0f} for"
+        f" {first_scale:.0f}")
 
 
 def make_rows(device):

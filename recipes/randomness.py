@@ -9,25 +9,26 @@
 
 On one GPU, one torch.manual_seed() at the start is enough. With it alone, all ranks (processes)
 draw the same numbers: they drop the same units, and augment their images alike. Nothing fails, but
-there is less variety. So give each rank a seed of its own, and each step, too: then the random
-numbers follow from the step, and a job that goes on from a snapshot needs no more than its number.
+there is less variety. So give each rank a seed of its own. Give each step one, too: then the
+random numbers follow from the step's number, and a snapshot need not hold anything else for them.
 
     torchrun --standalone --nproc-per-node=2 recipes/randomness.py
 
-    [rank 0/2] dropout, SEED + step * world_size + rank  48% equal on ranks 0 and 1, 12 masks of 12
-    [rank 0/2] dropout, SEED + step + rank              48% equal on ranks 0 and 1,  7 masks of 12
-    [rank 0/2] dropout, SEED + step                    100% equal on ranks 0 and 1,  6 masks of 12
-    [rank 0/2] workers, SEED + epoch * world_size + rank 16 random numbers for 16 items
-    [rank 0/2] workers, SEED + epoch                     8 random numbers for 16 items
-    [rank 0/2] resumed with seeds by step           weights off by 0.0e+00
-    [rank 0/2] resumed with nothing                 weights off by 3.7e-02
-    [rank 0/2] resumed with rank 0's RNG state      weights off by 2.7e-02
-    [rank 0/2] resumed with each rank's RNG state   weights off by 0.0e+00
+    [rank 0/2] dropout, SEED + step * world_size + rank   48% equal, 12 different masks of 12
+    [rank 0/2] dropout, SEED + step + rank                48% equal,  7 different masks of 12
+    [rank 0/2] dropout, SEED + step                      100% equal,  6 different masks of 12
+    [rank 0/2] workers, SEED + epoch * world_size + rank  16 different numbers for 16 items
+    [rank 0/2] workers, SEED + epoch                       8 different numbers for 16 items
+    [rank 0/2] resumed with seeds by step          weights off by 0.0e+00
+    [rank 0/2] resumed with no RNG state           weights off by 3.7e-02
+    [rank 0/2] resumed with rank 0's RNG state     weights off by 2.7e-02
+    [rank 0/2] resumed with each rank's RNG state  weights off by 0.0e+00
     [rank 0/2] seeds by step and rank: no numbers twice, and a resumed run repeats the whole one
 
-Two masks of independent ranks are equal in half of their places, by chance. A sum like SEED + step
-+ rank repeats masks: rank 1 has now what rank 0 has in the next step. If you seed only once, the
-snapshot must hold the state of each rank's random number generators (RNG), not only rank 0's.
+The masks of ranks 0 and 1 in one step should be equal in half of their places: by chance. A sum
+like SEED + step + rank repeats masks: rank 1 has now what rank 0 will have in the next step. If you
+seed only once, the snapshot must hold the states of each rank's random number generators (RNG), not
+only those of rank 0.
 """
 
 import argparse
@@ -68,6 +69,8 @@ def make_loader(dataset, seed):
     """Return a loader whose workers seed torch, random and NumPy from this seed."""
     # The sampler must shuffle alike on all ranks: it has a seed of its own. (With shuffle=True
     # instead of a sampler, the generator would shuffle: in another order on each rank.)
+    # To go on in the middle of an epoch, a data set must seed by epoch and index: new workers
+    # start again with the first numbers of the epoch.
     return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset), num_workers=2,
                       generator=torch.Generator().manual_seed(seed))
 
@@ -111,7 +114,7 @@ def compare_masks(device):
         ranks = gathered(masks)
         equal = sum(a == b for a, b in zip(ranks[0][0], ranks[1][0], strict=True)) / 1000
         different.append(len({tuple(mask) for masks in ranks for mask in masks}))
-        log(f"dropout, {name:<30} {equal:>4.0%} equal on ranks 0 and 1, {different[-1]:>2} masks of"
+        log(f"dropout, {name:<31}  {equal:>4.0%} equal, {different[-1]:>2} different masks of"
             f" {STEPS * world_size}")
     if different != [STEPS * world_size, STEPS + world_size - 1, STEPS]:
         raise RuntimeError("the dropout masks do not repeat as this file says")
@@ -124,7 +127,7 @@ def compare_workers():
         loader = make_loader(Augmented(8 * world_size), seed)
         ranks = gathered(torch.cat(list(loader)).tolist())
         different.append(len(set().union(*ranks)))
-        log(f"workers, {name:<32} {different[-1]} random numbers for {8 * world_size} items")
+        log(f"workers, {name:<32}  {different[-1]:>2} different numbers for {8 * world_size} items")
     if different != [8 * world_size, 8]:
         raise RuntimeError("the workers' numbers do not repeat as this file says")
 
@@ -132,7 +135,7 @@ def compare_workers():
 def compare_resumed(device):
     """Stop after half of the steps, and go on: are these the weights of a run without a stop?"""
     off = {}
-    for name in ("seeds by step", "nothing", "rank 0's RNG state", "each rank's RNG state"):
+    for name in ("seeds by step", "no RNG state", "rank 0's RNG state", "each rank's RNG state"):
         by_step = name == "seeds by step"
         whole, _ = train(device, by_step, 0, STEPS)
         half, states = train(device, by_step, 0, STEPS // 2)
@@ -141,10 +144,10 @@ def compare_resumed(device):
                   "each rank's RNG state": every_state[dist.get_rank()]}.get(name)
         resumed, _ = train(device, by_step, STEPS // 2, STEPS, half, states)
         off[name] = (resumed - whole).abs().max().item()
-        log(f"resumed with {name:<22}  weights off by {off[name]:.1e}")
+        log(f"resumed with {name:<21}  weights off by {off[name]:.1e}")
     if not (off["seeds by step"] < 1e-6 and off["each rank's RNG state"] < 1e-6):
         raise RuntimeError("a resumed run does not repeat the whole one")
-    if not (off["nothing"] > 1e-3 and off["rank 0's RNG state"] > 1e-3):
+    if not (off["no RNG state"] > 1e-3 and off["rank 0's RNG state"] > 1e-3):
         raise RuntimeError("lost RNG states do not show what this file says")
 
 

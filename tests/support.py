@@ -323,6 +323,8 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     # What the script starts (a DataLoader's workers, say) starts as it does in a plain process. A
     # forkserver's child would start a server of its own, which imports torch anew.
     multiprocessing.set_start_method(None, force=True)
+    if "RANK" in environment:
+        torch.set_num_threads(1)  # torchrun sees to that by OMP_NUM_THREADS
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [str(script), *map(str, arguments)]

@@ -11,7 +11,8 @@ torch.device() only names one. The global rank (RANK) counts through all machine
 Recognise it: the job runs on one machine, where both ranks are the same number. On the second one
 it fails with "CUDA error: invalid device ordinal". If no device is chosen at all (.cuda(), or
 device "cuda"), all processes of a machine share GPU 0: it runs out of memory while the other GPUs
-are idle, or NCCL reports "Duplicate GPU detected" (torch 2.15: "Expected tensor on cuda:1").
+are idle, or NCCL reports "Duplicate GPU detected" (NCCL 2.30: "Multiple Ranks are using the same
+GPU/Partition"), or torch 2.15 "Expected tensor on cuda:1".
 Cure: use LOCAL_RANK, and call torch.cuda.set_device(local_rank) before anything else uses a GPU.
 """
 

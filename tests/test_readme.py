@@ -17,6 +17,7 @@ from support import PYTHON, ROOT, TORCHRUN, forkserver, free_port, run
 
 README = (ROOT / "README.md").read_text()
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
+NCCL = pathlib.Path(torch.__file__).parent.parent / "nvidia/nccl/lib/libnccl.so.2"
 GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
 
 
@@ -142,6 +143,9 @@ def test_the_messages_of_nccl_are_in_its_library():
                         "destroy_process_group() was not called before program exit",
                         *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2")):  # fmt: skip
             assert library.find(quoted(message).encode()) > 0, message
+    if NCCL.exists() and hasattr(dist, "ProcessGroupNCCL2"):
+        message = quoted("Multiple Ranks are using the same GPU/Partition")
+        assert message.encode() in NCCL.read_bytes()
 
 
 # ---- Pictures ----

@@ -8,10 +8,10 @@
             save(snapshot, path)  # model, optimizer, scheduler, step; never half a file
 
 Start your own script from this one. A small GPT learns to predict the next character of a text.
-torchrun starts one process for each rank (on GPUs: --nproc-per-node=gpu, a rank for each), and
-starts all of them again after one has died. All that is random follows from the number of the step.
-So a run that goes on from its snapshot ends with the same weights as one that was never killed, bit
-for bit (on a CPU, with the same number of ranks).
+torchrun starts the ranks (processes; on GPUs: --nproc-per-node=gpu, one for each). After one has
+died, it starts all of them again, at most --max-restarts times. All that is random follows from the
+number of the step. So a run that goes on from its snapshot ends with the weights of a run that was
+never killed, bit for bit (on a CPU, with the same number of ranks).
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
@@ -108,7 +108,7 @@ def train(device, args):
     log(f"attempt {attempt}, pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
 
     # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
-    windows, validation = load_text()  # your data: what can be indexed with a tensor of numbers
+    windows, validation = load_text()  # your data: anything that a tensor of indices can index
     check_batch_size(args, len(windows))
     log(f"data: {len(windows)} + {len(validation)} windows of {CONTEXT} characters, Python's help")
     shares = " + ".join(str(len(range(r, args.batch_size, world_size))) for r in range(world_size))
@@ -209,17 +209,18 @@ def settle_reduction_order(model, batch, args):
 
 
 def draw(step, batch_size, count):
-    """Return the numbers of the examples in a step's batch, over all ranks, from 0 to count - 1."""
-    # An epoch is a shuffle of all examples; each step takes the next slice of it. (The rest, less
-    # than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
+    """Return the indices of the examples in a step's batch, for all ranks together."""
+    # An epoch is a shuffle of all count examples; each step takes the next slice of it. (The rest,
+    # less than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
     # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
+    # If you load data in worker processes: DataLoader(..., batch_sampler=shares of steps to come).
     epoch, place = divmod(step - 1, count // batch_size)
     return shuffled(epoch, count)[place * batch_size : (place + 1) * batch_size]
 
 
 @functools.lru_cache(maxsize=1)  # so that a step need not shuffle again
 def shuffled(epoch, count):
-    """Return the numbers from 0 to count - 1 in the order of an epoch."""
+    """Return the indices from 0 to count - 1 in the order of an epoch."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(SEED + epoch))
 
 

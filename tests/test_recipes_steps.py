@@ -393,9 +393,8 @@ def test_a_full_disk_keeps_the_last_snapshot(tmp_path, good_snapshot):
 
 @pytest.mark.long
 def test_the_commands_of_the_docstring_end_with_the_same_weights(tmp_path):
-    docstring = runpy.run_path(str(ROOT / SCRIPT))["__doc__"]
     crash = "--max-restarts=3 \\\n        recipes/train_by_steps.py 60 20 --crash-step 30"
-    assert crash in docstring
+    assert crash in (ROOT / SCRIPT).read_text().partition('"""\n\nimport')[0]
     torchrun, checksums = (*TORCHRUN, "--standalone", "--nproc-per-node=2"), []
     for number, words in enumerate([
         (*torchrun, ROOT / SCRIPT),

@@ -186,9 +186,9 @@ def settle_buckets(model, images):
 
 
 def check_replicas(model):
-    """Raise RuntimeError unless every rank holds the same weights, bit for bit."""
-    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
-    digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
+    """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
+    state = b"".join(t.cpu().numpy().tobytes() for t in model.module.state_dict().values())
+    digest = hashlib.sha256(state).hexdigest()[:12]
     digests = gathered(digest)
     if set(digests) != {digest}:
         raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
@@ -227,6 +227,10 @@ def evaluate(model, test_set, device):
     # DistributedSampler would repeat images to give every rank equally many. Here the shares may
     # differ by one, so no rank may wait for another: model.module is the model without DDP.
     share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
+    # images. Evaluate with rank 0's, which are saved.
+    for buffer in model.module.buffers():
+        dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in (test_set[indices] for indices in share.split(1000)):
@@ -343,7 +347,7 @@ def lock(path):
     """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
     try:
         file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT)  # never closed
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
     except OSError as error:

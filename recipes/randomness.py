@@ -28,7 +28,8 @@ random numbers follow from the step's number, and a snapshot need not hold anyth
 The masks of ranks 0 and 1 in one step should be equal in half of their places: by chance. A sum
 like SEED + step + rank repeats masks: rank 1 has now what rank 0 will have in the next step. If you
 seed only once, the snapshot must hold the states of each rank's random number generators (RNG), not
-only those of rank 0.
+only those of rank 0. The workers use their seeds from the start of each epoch: save at its end. To
+go on in the middle of an epoch, let the dataset seed itself, by epoch and index of the item.
 """
 
 import argparse

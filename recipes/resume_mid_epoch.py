@@ -56,7 +56,7 @@ class GlobalBatches(Sampler):
         """Call it before each epoch. first_step: how many steps of this epoch are done."""
         self.epoch, self.first_step = epoch, first_step
 
-    def __len__(self):
+    def __len__(self):  # of what is left: take a whole epoch's before start_at(epoch, first_step)
         return self.items // self.global_batch - self.first_step
 
     def __iter__(self):
@@ -66,7 +66,7 @@ class GlobalBatches(Sampler):
         # A last batch that is not full is left out: with few items, a rank would get none of it.
         for batch in order.split(self.global_batch)[self.first_step :][: len(self)]:
             # If world_size does not divide global_batch, some ranks have one item more. The loss
-            # must then be weighed: see recipes/unequal_micro_batches.py.
+            # must then be weighed by len(batch) * world_size / global_batch.
             yield batch[self.rank :: self.world_size].tolist()
 
 

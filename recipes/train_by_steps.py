@@ -250,6 +250,10 @@ def validate(model, validation, device, args):
     """Return the mean loss on the validation set. Every window counts once over all ranks."""
     # The shares may differ by one, so no rank may wait for another: model.module is the model
     # without DDP.
+    # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
+    # windows. Validate with rank 0's, which are saved.
+    for buffer in model.module.buffers():
+        dist.broadcast(buffer, src=0)
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in validation[dist.get_rank() :: dist.get_world_size()].split(64):
@@ -260,9 +264,9 @@ def validate(model, validation, device, args):
 
 
 def check_replicas(model):
-    """Raise RuntimeError unless every rank holds the same weights, bit for bit."""
-    weights = torch.cat([p.detach().flatten() for p in model.module.parameters()])
-    digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
+    """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
+    state = b"".join(t.cpu().numpy().tobytes() for t in model.module.state_dict().values())
+    digest = hashlib.sha256(state).hexdigest()[:12]
     digests = gathered(digest)
     if set(digests) != {digest}:
         raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
@@ -306,7 +310,7 @@ class GPT(nn.Module):
         self.characters = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(TransformerBlock(dropout) for _ in range(LAYERS)))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
 
     def forward(self, text):
@@ -315,7 +319,7 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.dropout(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then an MLP: (N, T, WIDTH) to the same shape."""
 
     def __init__(self, dropout):
@@ -397,7 +401,7 @@ def lock(path):
     """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
     try:
         file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT)  # never closed
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
     except OSError as error:

@@ -173,10 +173,9 @@ def test_missing_clients_are_counted(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("changes", "message"), [
-    # A barrier that opens before the last one has come; it comes when the others are through.
-    ({"if ticket % me.world_size == 0:": 'if ticket % me.world_size == (key == "gates"):',
-      '        store.add(f"count {use}", 1)\n':
-      '        me.rank + 1 == me.world_size and store.wait([f"through {use}"])\n'
+    # No barrier: the others come when rank 0 is through.
+    ({'        store.add(f"count {use}", 1)\n        wait_for_all(store, me, "gates")\n':
+      '        me.rank and store.wait([f"through {use}"])\n'
       '        store.add(f"count {use}", 1)\n',
       '        early += store.add(f"count {use}", 0) != me.world_size\n':
       '        early += store.add(f"count {use}", 0) != me.world_size\n'

@@ -73,7 +73,7 @@ def write_down():
     os.sched_getaffinity = lambda _: set(range(12))
     noted(dist, "rendezvous", lambda *_, timeout: {"timeout": timeout.total_seconds()})
     noted(dist, "PrefixStore", lambda prefix, store: {"prefix": prefix})
-    noted(fcntl, "flock", kwargs)
+    noted(fcntl, "lockf", kwargs)
     noted(dist, "init_process_group", group)
     noted(dist, "barrier", kwargs)
     noted(dist, "destroy_process_group", kwargs)
@@ -186,7 +186,7 @@ def test_a_job_sets_up_its_process_and_its_group(first_job):
             {"timeout": group["timeout"]}] * (number != "01")  # fmt: skip
         prefixes = all_of("PrefixStore", calls[rank])
         assert prefixes[:1] == [{"prefix": "attempt 0"}] * (number == "02")
-        assert len(all_of("flock", calls[rank])) == (rank == 0 and number != "01")
+        assert len(all_of("lockf", calls[rank])) == (rank == 0 and number != "01")
         ends = [name for name, _ in calls[rank]][-2:]
         assert ends == ["collect", "destroy_process_group"]
         assert all_of("tqdm", calls[rank]) == [

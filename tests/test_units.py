@@ -274,6 +274,7 @@ def evaluate(script):
     labels[::7] += 1
     right = sum(1 for i in range(2003) if i % 7)
     before = state(model)
+    model.layers[0].running_mean += dist.get_rank()  # as after a step: rank 0's are to be used
 
     class Images:
         def __len__(self):
@@ -352,6 +353,11 @@ def check_replicas(script):
     assert said == ("" if rank else f"[rank 0/2] 2 replicas are identical, sha256 {digest}\n")
     weights["bias"][1] += rank * 1e-6
     with pytest.raises(RuntimeError, match=f"the replicas differ: sha256 {digest}, "):
+        script["check_replicas"](model)
+    model.module = nn.BatchNorm1d(2)
+    printed(script["check_replicas"], model)
+    model.module.running_mean += rank
+    with pytest.raises(RuntimeError, match="the replicas differ: sha256 "):
         script["check_replicas"](model)
 
 
@@ -685,12 +691,36 @@ def the_parent(script):
             assert calls == [(script["worker"], 4, 4, 4), "terminate"]
 
 
+def in_child(function):
+    """What function returns in a forked process, which then ends."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(write, json.dumps(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as file:
+        return json.loads(os.read(file.fileno(), 10_000))
+
+
 @check(ALONE, RESUMING)
 def lock(script):
+    def leave_a_worker():
+        script["lock"]("left.pt")
+        if (worker := os.fork()) == 0:  # a loader's, which lives on for some seconds
+            time.sleep(60)
+            os._exit(0)
+        return worker
+
     script["lock"]("locked.pt")
     for again in (False, True):
-        status, message = stopped(script["lock"], "locked.pt")
+        status, message = in_child(lambda: stopped(script["lock"], "locked.pt"))
         assert status == 1 and message.startswith("another job is running with locked.pt")
+    worker = in_child(leave_a_worker)
+    script["lock"]("left.pt")
+    os.kill(worker, signal.SIGKILL)
     status, message = stopped(script["lock"], "no/such.pt")
     assert status == 2 and message.startswith("cannot write no/such.pt (No such file or directory)")
 

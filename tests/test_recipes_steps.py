@@ -134,6 +134,7 @@ def test_the_learning_rate_warms_up_and_falls(whole):
     assert factor(10, 10) == 1 and factor(3, 3) == 0.4  # called once more after the last step
 
 
+@pytest.mark.long
 def test_bf16_and_no_accumulation_resume_alike(tmp_path):
     arguments = (4, 2, *SMALL, "--bf16", "--accumulate", 1)
     result = trained(tmp_path / "whole", *arguments)
@@ -187,7 +188,7 @@ DRAWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "others"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("ranks", "others"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_another_number_of_ranks_sees_each_window_once(tmp_path, ranks, others):
     arguments = ("--batch-size", 12, "--dropout", 0)
     first = trained(tmp_path / "resized", 3, 3, *arguments, changes=DRAWN, world_size=ranks)

@@ -6,9 +6,11 @@ Broken copies of the script show that its checks can fail.
 import re
 
 import pytest
+import torch
 from support import fork, fork_ranks, pretend_one_gpu, variant
 
 SCRIPT = "06_model_parallel_ddp.py"
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def offsets(result):
@@ -124,7 +126,8 @@ def test_micro_batches_of_other_sizes(tmp_path):
 
 @pytest.mark.parametrize(("mode", "old", "new", "message"), [
     # Without the two plain passes, DDP's buckets fail at the second step.
-    ("pipeline", "    settle_stage(model, device)\n", "", "rebuilt_param_indices"),
+    pytest.param("pipeline", "    settle_stage(model, device)\n", "", "rebuilt_param_indices",
+                 marks=pytest.mark.skipif(TORCH <= (2, 11), reason="torch 2.11 has no such fault")),
     # Replicas that see the same images; sums for means; replicas that differ.
     ("devices", "[start + replica : ", "[start : ", "does not compute what the unsplit one does"),
     ("pipeline", "(timed, args.microbatches, loss_fn=cross_entropy",

@@ -163,7 +163,9 @@ def train(device, args):
             if not math.isfinite(validation_loss):  # nan must not replace a good snapshot
                 raise RuntimeError(f"the validation loss is {validation_loss} after step {step}")
             # Rank 0 alone writes a new file, then moves it over the old one: a crash meanwhile
-            # leaves that intact. No random state is saved: it follows from the step.
+            # leaves that intact. No random state is saved: it follows from the step. (To keep the
+            # best model, too: save it first, and put its loss into the snapshot. After a kill
+            # between the two, the repeated steps write the same file again.)
             if rank == 0:
                 save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                       "scheduler": scheduler.state_dict(), "step": step}, args.snapshot_path)

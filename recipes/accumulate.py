@@ -19,8 +19,8 @@ over the ranks (processes) in every backward(). no_sync() puts that off to the l
 
 The last two are common mistakes. DDP decides in its forward pass whether the next backward pass
 exchanges gradients. no_sync() around backward() alone comes too late and saves nothing. Setting
-require_backward_grad_sync yourself, after the forward pass, leaves the first micro-batches out of
-the mean: no error, a wrong gradient, and replicas that drift apart.
+require_backward_grad_sync yourself, after the forward pass, averages the first micro-batch only: no
+error, a wrong gradient, and replicas that drift apart.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def no_sync_too_late(model, micro_batches):
 
 
 def flag_in_between(model, micro_batches):
-    """Wrong: after a forward pass without exchange, the last backward() does not reset DDP."""
+    """Wrong: the first backward() exchanges gradients, and the last one does not."""
     for i, (inputs, targets) in enumerate(micro_batches):
         loss = mse_loss(model(inputs), targets)
         model.require_backward_grad_sync = i == len(micro_batches) - 1

@@ -90,7 +90,7 @@ def reasons_to_stop(rank, world_size, folder):
     def time_limit(epoch):  # an epoch takes 10 minutes; the clock of one machine is ahead
         return 10 * epoch + (3 if last else 0) > 42
 
-    def loss_is_nan(epoch):  # yours: ask before backward(), which brings the nan to all ranks
+    def loss_is_nan(epoch):  # in your loop, ask in every step, before backward() spreads the nan
         loss = math.nan if last else 0.5
         return not math.isfinite(loss)
 

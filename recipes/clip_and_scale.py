@@ -63,7 +63,7 @@ def clip_after_exchange(model, optimizer, scaler, micro_batches):
 
 
 def clip_each_micro_batch(model, optimizer, scaler, micro_batches):
-    """Wrong: limits what is added up so far. Before the exchange, that is one rank's own."""
+    """Wrong: clips each partial sum, and before the exchange each rank clips its own."""
     for i, (inputs, targets) in enumerate(micro_batches):
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             loss = half_precision_loss(model, inputs, targets) / len(micro_batches)

@@ -1,10 +1,10 @@
 """How do I use the other ranks' samples as negatives in a contrastive loss?
 
     all_a, all_b = AllGather.apply(torch.stack([a, b], dim=1)).unbind(dim=1)  # of all ranks
-    target = torch.arange(len(a), device=a.device) + dist.get_rank() * len(a)  # own rows in there
+    target = torch.arange(len(a), device=a.device) + dist.get_rank() * len(a)  # where they stand
     loss = cross_entropy(scale * a @ all_b.T, target) + cross_entropy(scale * b @ all_a.T, target)
 
-A contrastive loss compares each sample with all other samples of the batch, its negatives. But a
+A contrastive loss compares each sample with its partner and with all others, its negatives. But a
 rank (process) has only its own part of the batch. dist.all_gather fetches the other ranks' rows,
 but no gradient goes back through it. AllGather below is an autograd function that sends the
 gradients back to the ranks from which the rows came. Copy it.
@@ -100,13 +100,13 @@ def own_rows_put_back(a, b, scale):
 
 
 def whole_loss(a, b, scale):
-    """Too small: backward() reaches a rank's own rows only, once in all, and DDP divides that."""
+    """Too small: a row gets its gradient on one rank only, and DDP divides it by all ranks."""
     all_a, all_b = put_back(a, b)
     return loss_of_rows(all_a, all_b, all_a, all_b, scale, first=0)
 
 
 def whole_loss_times_ranks(a, b, scale):
-    """Right for the encoder; but the scale's gradient was right before, as every rank has it."""
+    """Right for the encoder. The scale has its whole gradient on each rank: too large now."""
     return whole_loss(a, b, scale) * dist.get_world_size()
 
 

@@ -19,7 +19,7 @@ way. AUC and median need all rows in one place: gather their scores and labels.
     [rank 0/2] over all ranks: exactly the metric of one process, in all three cases
 
 The last column is the common mistake: each rank computes the metric of its share, and the results
-are averaged. Nothing fails, but the number is another one, and it changes with the number of ranks.
+are averaged. Nothing fails, but the number is wrong, and it changes with the number of ranks.
 The AUC, for example, compares each positive row with each negative row; a rank sees only the pairs
 within its share. DistributedSampler repeats rows to make the shares equal: for an evaluation, give
 each rank every world_size-th row instead (pitfalls/padded_evaluation.py).
@@ -104,7 +104,7 @@ def main():
 def compare_metrics(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     all_scores, all_labels = make_scores()
-    first, rest = 600, len(all_scores) - 600  # rank 0 has more rows: its file was the longest
+    first, rest = 600, len(all_scores) - 600  # rank 0 has more rows
     sizes = [first] + [len(part) for part in torch.arange(rest).tensor_split(world_size - 1)]
     scores = all_scores.split(sizes)[rank].to(device)  # on a GPU, your model leaves them there
     labels = all_labels.split(sizes)[rank].to(device)
@@ -127,7 +127,7 @@ def compare_metrics(device):
 
 
 def make_scores():
-    """Return the scores and labels of all rows; the scores of the later files are higher."""
+    """Return the scores and labels of all rows. The last 400 rows have higher scores."""
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(1001, generator=generator) < 0.1).long()
     scores = torch.rand(1001, generator=generator) + 0.4 * labels

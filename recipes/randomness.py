@@ -2,12 +2,13 @@
 
     workers = torch.Generator()  # for DataLoader(dataset, sampler=..., generator=workers, ...)
     for epoch in range(first_epoch, epochs):
+        sampler.set_epoch(epoch)  # DistributedSampler's order follows from it, on all ranks alike
         workers.manual_seed(SEED + epoch * world_size + rank)  # the loader's worker processes
         for step, batch in enumerate(loader, start=epoch * len(loader)):
             torch.manual_seed(SEED + step * world_size + rank)  # dropout
             ...  # the forward pass and so on
 
-On one GPU, one torch.manual_seed() at the start is enough. With it alone, all ranks (processes)
+On one GPU, one torch.manual_seed() at the start is enough. With that alone, all ranks (processes)
 draw the same numbers: they drop the same units, and augment their images alike. Nothing fails, but
 there is less variety. So give each rank a seed of its own. Give each step one, too: then the
 random numbers follow from the step's number, and a snapshot need not hold anything else for them.
@@ -28,8 +29,8 @@ random numbers follow from the step's number, and a snapshot need not hold anyth
 The masks of ranks 0 and 1 in one step should be equal in half of their places: by chance. A sum
 like SEED + step + rank repeats masks: rank 1 has now what rank 0 will have in the next step. If you
 seed only once, the snapshot must hold the states of each rank's random number generators (RNG), not
-only those of rank 0. The workers use their seeds from the start of each epoch: save at its end. To
-go on in the middle of an epoch, let the dataset seed itself, by epoch and index of the item.
+only those of rank 0. The workers take their seeds when an epoch starts (not if they persist): save
+at its end. To go on in its middle, let the dataset seed itself, by epoch and index of the item.
 """
 
 import argparse

@@ -56,7 +56,7 @@ class GlobalBatches(Sampler):
         """Call it before each epoch. first_step: how many steps of this epoch are done."""
         self.epoch, self.first_step = epoch, first_step
 
-    def __len__(self):  # of what is left: take a whole epoch's before start_at(epoch, first_step)
+    def __len__(self):  # the batches left; those of a whole epoch only after start_at(epoch)
         return self.items // self.global_batch - self.first_step
 
     def __iter__(self):

@@ -41,7 +41,7 @@ SAMPLES, BATCH_SIZE, WORKERS = 100, 10, 2  # BATCH_SIZE and WORKERS: on each ran
 
 
 class Stream(IterableDataset):
-    """Your stream. rank and world_size come from the main process: a worker has no group."""
+    """Your stream. rank and world_size come from the main process: dist cannot tell a worker."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
@@ -118,7 +118,7 @@ def end_together(device):
         del batches[len(batches) // 2 :]
     steps = 0
     for _ in all_have(batches, device):
-        dist.all_reduce(torch.ones(1, device=device))  # your step: DDP meets in backward(), too
+        dist.all_reduce(torch.ones(1, device=device))  # your step: DDP waits in backward(), too
         steps += 1
     have, took = gathered(len(batches)), gathered(steps)
     log(f"batches on each rank, as if a filter had dropped some: {', '.join(map(str, have))}")

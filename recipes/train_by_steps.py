@@ -3,7 +3,7 @@
     for step in range(load_snapshot(path, model, optimizer, scheduler) + 1, total_steps + 1):
         torch.manual_seed(SEED + step * world_size + rank)  # dropout: other masks in every step
         share = draw(step, batch_size, len(windows))[rank::world_size]  # of this step's examples
-        ...  # forward, backward, optimizer.step(), scheduler.step(): as on one GPU
+        ...  # forward, backward, optimizer.step(), scheduler.step(): see add_up_gradients
         if step % save_every == 0 and rank == 0:
             save(snapshot, path)  # model, optimizer, scheduler, step; never half a file
 
@@ -74,7 +74,7 @@ def main():
     args = parse_args()
     exit_with_launcher()  # if torchrun is killed, exit too
 
-    # Step 1: start. Every process learns who it is, and takes its device. torchrun says it in
+    # Step 1: start. Every process learns who it is, and takes its device. torchrun says so in
     # environment variables. LOCAL_RANK: the number of the process on this machine, and of its GPU.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
@@ -82,7 +82,7 @@ def main():
 
     # Step 2: meet. Every process leaves its network address in a store that torchrun keeps, waits
     # for the others, and connects to them: they are a process group. The store outlives a restart.
-    # With its own prefix, an attempt does not find the addresses of dead ranks.
+    # So each attempt has its own prefix there, and never finds the addresses of dead ranks.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # reads RANK, ...
     store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     if rank == 0:
@@ -121,7 +121,7 @@ def train(device, args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps))
 
-    # Go on from the snapshot. All ranks read it: DDP would copy rank 0's weights only.
+    # Go on from the snapshot. All ranks read it: DDP copies weights, but no optimizer's state.
     steps_done = load_snapshot(args.snapshot_path, model, optimizer, scheduler)
     if steps_done > 0:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} after step {steps_done}")
@@ -163,9 +163,9 @@ def train(device, args):
             if not math.isfinite(validation_loss):  # nan must not replace a good snapshot
                 raise RuntimeError(f"the validation loss is {validation_loss} after step {step}")
             # Rank 0 alone writes a new file, then moves it over the old one: a crash meanwhile
-            # leaves that intact. No random state is saved: it follows from the step. (To keep the
-            # best model, too: save it first, and put its loss into the snapshot. After a kill
-            # between the two, the repeated steps write the same file again.)
+            # leaves the old one intact. No random state is saved: it follows from the step.
+            # (To keep the best model, too, save it before the snapshot, which then holds its loss.
+            # If a kill comes in between, the repeated steps save the same model again.)
             if rank == 0:
                 save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                       "scheduler": scheduler.state_dict(), "step": step}, args.snapshot_path)
@@ -207,7 +207,7 @@ def settle_reduction_order(model, batch, args):
     model.eval()  # no dropout: this pass must not use up random numbers
     mean_loss(model, batch, args).backward()
     model.train()
-    model.zero_grad()  # it must not leave gradients, either
+    model.zero_grad()  # nor leave gradients
 
 
 def draw(step, batch_size, count):
@@ -215,7 +215,7 @@ def draw(step, batch_size, count):
     # An epoch is a shuffle of all count examples; each step takes the next slice of it. (The rest,
     # less than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
     # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
-    # If you load data in worker processes: DataLoader(..., batch_sampler=shares of steps to come).
+    # If you load data in worker processes: GlobalBatches in recipes/resume_mid_epoch.py.
     epoch, place = divmod(step - 1, count // batch_size)
     return shuffled(epoch, count)[place * batch_size : (place + 1) * batch_size]
 
@@ -239,7 +239,7 @@ def add_up_gradients(model, windows, share, args):
         # pass, so forward and backward are inside.
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             loss = mean_loss(model, batch, args)
-            # The part of the batch that this is: ranks and micro-batches may differ by one example.
+            # This micro-batch's part of the batch. (Their sizes may differ by one example.)
             weight = len(indices) / args.batch_size
             # DDP takes the mean over the ranks; times their number, that is the sum.
             (loss * weight * dist.get_world_size()).backward()
@@ -280,7 +280,10 @@ def check_replicas(model):
 
 
 def mean_loss(model, batch, args):
-    """Return your loss, the mean over the batch: how badly each next character is predicted."""
+    """Return your loss, the mean over the batch: how badly each next character is predicted.
+
+    The mean must be over examples. For one over tokens: recipes/unequal_micro_batches.py.
+    """
     inputs, targets = batch[:, :-1], batch[:, 1:]
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.bf16):
         logits = model(inputs)
@@ -297,7 +300,7 @@ def warm_up_and_cosine(steps_done, total_steps):
 
 def load_text():
     """Return windows of a text, int64 (N, CONTEXT + 1): for training, and for validation."""
-    # What help("if") shows, and help() on all other topics: every Python has it.
+    # The texts of all topics of help(), as in help("if"): every Python has them.
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
     characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     windows = characters.long().unfold(0, CONTEXT + 1, CONTEXT)

@@ -21,8 +21,8 @@ steps (EMA). All ranks (processes) have the same weights after each step, and so
     [rank 0/2] DDP(model), loaded with strict=False:         outputs differ by 1.0e+00
     [rank 0/2] DDP(model), loaded without its prefix:        outputs differ by 0.0e+00
 
-A file with the names of DDP does not fit the plain model, and load_state_dict() says so. It has an
-option strict=False, which silences the error by loading nothing: the model keeps its random start.
+A file with the names of DDP does not fit the plain model, and load_state_dict() says so. With its
+option strict=False, it loads only the names that fit: here none. The model keeps its random start.
 Take the prefixes off instead. If you compile the model in place, with model.compile() before
 DDP(model), torch.compile adds no prefix. With model = torch.compile(DDP(plain)), model.module is
 the plain model, too.
@@ -90,9 +90,9 @@ def load_what_fits(path):
 
 
 def load_without_prefix(path):
-    """Mends a file that has the names of the wrappers."""
+    """Mends a file saved from DDP, torch.compile, or both, in either order."""
     state, model = torch.load(path, map_location="cpu"), new_net()
-    for prefix in ("_orig_mod.", "module."):
+    for prefix in ("_orig_mod.", "module.", "_orig_mod."):
         consume_prefix_in_state_dict_if_present(state, prefix)
     model.load_state_dict(state)
     return model.eval()

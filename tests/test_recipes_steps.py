@@ -380,6 +380,7 @@ def test_bad_calls_end_in_one_line(tmp_path, name):
     assert files(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_full_disk_keeps_the_last_snapshot(tmp_path, good_snapshot):
     path = tmp_path / "snapshot.pt"
     shutil.copy(good_snapshot, path)

@@ -37,8 +37,9 @@ def test_agree(tmp_path):
     ("not all left together: early stopping, epochs [3, 3], errors ['', 'Timed out",
      "    dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n    return flag.item() > 0  # waits",
      "    return flag.item() > 0  # waits"),
-    ("one rank left alone, but: epochs [6, 6], errors ['', '']",
-     "        if wants_to_stop(epoch):\n            break\n", ""),
+    pytest.param("one rank left alone, but: epochs [6, 6], errors ['', '']",
+                 "        if wants_to_stop(epoch):\n            break\n", "",
+                 marks=pytest.mark.long),
 ])  # fmt: skip
 def test_agree_can_fail(tmp_path, message, old, new):
     fails_with(message, tmp_path, "agree", old, new)
@@ -157,7 +158,8 @@ def test_weights_to_serve(tmp_path):
      "torch.save(new_net().state_dict(), path)\n\n\ndef"),
     pytest.param("the names are not", "    plain.compile(backend=BACKEND)",
                  "    plain = torch.compile(plain, backend=BACKEND)", marks=pytest.mark.long),
-    ("the mistakes do not", "load_what_fits(wrong)", "load_without_prefix(wrong)"),
+    pytest.param("the mistakes do not", "load_what_fits(wrong)", "load_without_prefix(wrong)",
+                 marks=pytest.mark.long),
 ])  # fmt: skip
 def test_weights_to_serve_can_fail(tmp_path, message, old, new):
     fails_with(message, tmp_path, "weights_to_serve", old, new)

@@ -155,7 +155,8 @@ def run_command(command, folder):
     """Run a command as shown, in a folder with copies of the scripts, as a reader's shell does."""
     for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
         shutil.copy(path, folder)
-    shutil.copytree(ROOT / "pitfalls", folder / "pitfalls")
+    for name in ("pitfalls", "recipes"):
+        shutil.copytree(ROOT / name, folder / name)
     path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
     return run(*shlex.split(command), cwd=folder, env={"PATH": path})
 

@@ -33,6 +33,7 @@ def test_agree(tmp_path):
                       ("time limit", "2", "4"), ("loss is nan", "2", "1")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("message", "old", "new"), [
     ("not all left together: early stopping, epochs [3, 3], errors ['', 'Timed out",
      "    dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n    return flag.item() > 0  # waits",
@@ -154,8 +155,9 @@ def test_weights_to_serve(tmp_path):
 
 @pytest.mark.parametrize(("message", "old", "new"), [
     ("the averaged weights differ", "(model(torch.randn", "(model.module(torch.randn"),
-    ("the loaded model is not", "torch.save(averaged.module.state_dict(), path)\n\n\ndef",
-     "torch.save(new_net().state_dict(), path)\n\n\ndef"),
+    pytest.param("the loaded model is not",
+                 "torch.save(averaged.module.state_dict(), path)\n\n\ndef",
+                 "torch.save(new_net().state_dict(), path)\n\n\ndef", marks=pytest.mark.long),
     pytest.param("the names are not", "    plain.compile(backend=BACKEND)",
                  "    plain = torch.compile(plain, backend=BACKEND)", marks=pytest.mark.long),
     pytest.param("the mistakes do not", "load_what_fits(wrong)", "load_without_prefix(wrong)",

@@ -13,7 +13,6 @@ import statistics
 import time
 
 import pytest
-import torch.distributed as dist
 from conftest import VISIBLE, machine_with_gpus
 from support import PYTHON, ROOT, TORCHRUN, end, family, read_until, run, start, variant, wait_until
 
@@ -268,7 +267,3 @@ def test_a_killed_worker_costs_one_restart(tmp_path, visible, figures):
         assert "attempt 1: resumed" in output, output
     finally:
         end(process)
-
-
-def test_this_file_looks_for_the_backend_that_torch_has(gpus):
-    assert gpus["two backends"] == hasattr(dist, "ProcessGroupNCCL2")

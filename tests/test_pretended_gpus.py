@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from support import ROOT, fork_ranks, fork_workers
 
-RECIPES = [f"recipes/{path.name}" for path in sorted(ROOT.glob("recipes/*.py"))]
+RECIPES = [f"recipes/{path.name}" for path in sorted(ROOT.glob("recipes/*.py"))
+           if "    torchrun " in path.read_text()]  # fmt: skip
 SCRIPTS = ["02_torchrun_elastic.py", "04_collectives.py", "launch/check_machines.py", *RECIPES]
 PARALLEL = "06_model_parallel_ddp.py"
 

@@ -1,11 +1,11 @@
-"""recipes/ as a whole: each runs as its docstring shows it, also on three ranks, and can fail."""
+"""recipes/ as a whole: each runs as its docstring shows it, also on one rank more, and can fail."""
 
 import ast
 import re
 
 import pytest
 from shown import masked
-from support import ROOT, fork, fork_ranks, pretend_one_gpu, variant
+from support import PYTHON, ROOT, fork, fork_ranks, pretend_one_gpu, run, variant
 
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 NAMES = [path.stem for path in RECIPES]
@@ -18,20 +18,28 @@ def docstring(name):
 
 
 def ranks(name):
-    """How many ranks the command in the docstring starts."""
-    [number] = re.findall(r"^    torchrun --standalone --nproc-per-node=(\d) recipes/\w+\.py$",
-                          docstring(name), re.MULTILINE)  # fmt: skip
-    return int(number)
+    """How many ranks the command in the docstring starts; 0 for plain python."""
+    [number] = re.findall(
+        rf"^    (?:torchrun --standalone --nproc-per-node=(\d)|python) recipes/{name}\.py$",
+        docstring(name), re.MULTILINE)  # fmt: skip
+    return int(number or 0)
+
+
+def launch(name, cwd, more=0):
+    """Run a recipe as its command does, on so many ranks more."""
+    if ranks(name):
+        return fork_ranks(f"recipes/{name}.py", cwd=cwd, world_size=ranks(name) + more)
+    return run(PYTHON, ROOT / f"recipes/{name}.py", cwd=cwd)
 
 
 def shown_output(name):
     """The lines that the docstring shows, apart from "..."."""
-    return re.findall(r"^    (\[rank \d/\d\] .+)$", docstring(name), re.MULTILINE)
+    return re.findall(r"^    (\[rank \d+/\d+\] .+)$", docstring(name), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prints_what_its_docstring_shows(tmp_path, name):
-    result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name))
+    result = launch(name, tmp_path)
     assert result.status == 0, result.output
     printed = [masked([line]) for line in result.output.splitlines()]
     assert shown_output(name), "no output in the docstring"
@@ -44,20 +52,22 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if ranks(name)])
 def test_runs_on_another_number_of_ranks(tmp_path, name):
-    result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + 1)
+    result = launch(name, tmp_path, more=1)
     assert result.status == 0, result.output
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_calls_end_in_one_line(tmp_path, name):
     script = f"recipes/{name}.py"
-    for result, message in [
-        (fork(script, cwd=tmp_path), f"--nproc-per-node={ranks(name)}"),
-        (fork_ranks(script, "--nonsense", cwd=tmp_path), "unrecognized arguments"),
-        (fork_ranks(script, cwd=tmp_path, before=pretend_one_gpu), "there are 1"),
-    ]:
+    calls = [(fork(script, "--nonsense", cwd=tmp_path), "unrecognized arguments")]
+    if ranks(name):
+        calls += [
+            (fork(script, cwd=tmp_path), f"--nproc-per-node={ranks(name)}"),
+            (fork_ranks(script, cwd=tmp_path, before=pretend_one_gpu), "there are 1"),
+        ]
+    for result, message in calls:
         assert result.status == 2, result.output
         assert message in result.error() and "Traceback" not in result.output
 

@@ -73,7 +73,7 @@ NOT_RUN |= {
 
 def last_shown(path):
     """A pattern for the last line of output in a docstring, whatever its numbers."""
-    line = re.findall(r"^    \[rank 0/\d\] (.+)$", path.read_text(), re.MULTILINE)[-1]
+    line = re.findall(r"^    \[rank \d+/\d+\] (.+)$", path.read_text(), re.MULTILINE)[-1]
     return r"\S+".join(map(re.escape, re.split(r"\b[0-9a-f]{12}$|\d[\d.e+-]*", line)))
 
 

@@ -379,6 +379,20 @@ def fork_ranks(
     return Result(output, status, attempts=attempt + 1)
 
 
+def numbers(pattern, result):
+    """The groups of each line of rank 0 that matches as a whole."""
+    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
+    return [match.groups() for match in found if match]
+
+
+def assert_fails(folder, script, changes, message, world_size=2):
+    """The script ends with this RuntimeError of its own when it is changed like this."""
+    script = variant(folder, script, changes)
+    result = fork_ranks(script, cwd=folder, world_size=world_size)
+    assert result.status == 1, result.output
+    assert f"RuntimeError: {message}" in result.output, result.output
+
+
 def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
     """One process for each of the environments; when one fails, the others get SIGTERM."""
     script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script

@@ -8,7 +8,7 @@ import re
 import runpy
 
 import pytest
-from support import ROOT, fork_ranks, variant
+from support import ROOT, assert_fails, fork_ranks
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -19,13 +19,6 @@ def figures(result, pattern):
     """{name: figure} of rank 0's lines that match the pattern, which has these two groups."""
     found = [re.fullmatch(pattern, line) for line in result.lines(0)]
     return {m[1]: float(m[2]) for m in found if m}
-
-
-def assert_fails(tmp_path, script, changes, message):
-    """The script says so, in its own words, when it is changed like this."""
-    result = fork_ranks(variant(tmp_path, script, changes), cwd=tmp_path)
-    assert result.status == 1
-    assert f"RuntimeError: {message}" in result.output
 
 
 # ---- unequal_micro_batches ----

@@ -1,24 +1,7 @@
 """recipes/ that concern what all ranks do together: their figures, and that each can fail."""
 
-import re
-
 import pytest
-from support import fork_ranks, variant
-
-
-def numbers(pattern, result):
-    """The groups of each line of rank 0 that matches as a whole."""
-    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
-    return [match.groups() for match in found if match]
-
-
-def fails_with(message, tmp_path, name, old, new):
-    """The recipe with old replaced by new ends with its own error."""
-    script = variant(tmp_path, f"recipes/{name}.py", {old: new})
-    result = fork_ranks(script, cwd=tmp_path)
-    assert result.status == 1, result.output
-    assert f"RuntimeError: {message}" in result.output, result.output
-
+from support import assert_fails, fork_ranks, numbers, variant
 
 # ---- agree ----
 
@@ -43,7 +26,7 @@ def test_agree(tmp_path):
                  marks=pytest.mark.long),
 ])  # fmt: skip
 def test_agree_can_fail(tmp_path, message, old, new):
-    fails_with(message, tmp_path, "agree", old, new)
+    assert_fails(tmp_path, "recipes/agree.py", {old: new}, message)
 
 
 # ---- metrics ----
@@ -67,7 +50,7 @@ def test_metrics(tmp_path):
                  "metric(*gather_rows(scores, labels)), device=scores", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_metrics_can_fail(tmp_path, message, old, new):
-    fails_with(message, tmp_path, "metrics", old, new)
+    assert_fails(tmp_path, "recipes/metrics.py", {old: new}, message)
 
 
 # ---- stream ----
@@ -94,7 +77,7 @@ def test_stream(tmp_path):
     ("batches [5, 2], steps [1, 1]", "yield batch\n", "yield batch\n        return\n"),
 ])  # fmt: skip
 def test_stream_can_fail(tmp_path, message, old, new):
-    fails_with(message, tmp_path, "stream", old, new)
+    assert_fails(tmp_path, "recipes/stream.py", {old: new}, message)
 
 
 @pytest.mark.long
@@ -136,7 +119,7 @@ def test_contrastive(tmp_path):
      "    return AllGather.apply(torch.stack([a, b], dim=1)).unbind(dim=1)\n"),
 ])  # fmt: skip
 def test_contrastive_can_fail(tmp_path, message, old, new):
-    fails_with(message, tmp_path, "contrastive", old, new)
+    assert_fails(tmp_path, "recipes/contrastive.py", {old: new}, message)
 
 
 # ---- weights_to_serve ----
@@ -164,4 +147,4 @@ def test_weights_to_serve(tmp_path):
                  marks=pytest.mark.long),
 ])  # fmt: skip
 def test_weights_to_serve_can_fail(tmp_path, message, old, new):
-    fails_with(message, tmp_path, "weights_to_serve", old, new)
+    assert_fails(tmp_path, "recipes/weights_to_serve.py", {old: new}, message)

@@ -148,3 +148,37 @@ def test_weights_to_serve(tmp_path):
 ])  # fmt: skip
 def test_weights_to_serve_can_fail(tmp_path, message, old, new):
     assert_fails(tmp_path, "recipes/weights_to_serve.py", {old: new}, message)
+
+
+# ---- send_fewer_bytes ----
+
+
+def test_send_fewer_bytes(tmp_path):
+    result = fork_ranks("recipes/send_fewer_bytes.py", cwd=tmp_path)
+    found = {name: (float(sent), float(loss)) for name, sent, loss in numbers(
+        r"(\S.*?) +(\S+) MB sent, loss (\S+)", result)}  # fmt: skip
+    weights = 4 * (256 * 512 + 512 + 512 * 256 + 256)
+    thin = 4 * (2 * (512 + 256) * 4 + 512 + 256)  # two matrices of rank 4, and the biases
+    power = 10 * weights + 90 * thin
+    assert {name: sent for name, (sent, _) in found.items()} == pytest.approx({
+        "exact": 100 * weights / 1e6, "bfloat16": 50 * weights / 1e6, "PowerSGD": power / 1e6,
+        "local SGD": 13 * weights / 1e6, "PowerSGD, no error feedback": power / 1e6,
+        "local SGD, rank 0's weights": 12 * weights / 1e6}, abs=0.005)  # fmt: skip
+    loss = {name: value for name, (_, value) in found.items()}
+    assert loss["exact"] == pytest.approx(loss["bfloat16"], rel=0.01) and loss["exact"] < 0.1
+    assert loss["PowerSGD"] < 0.1 and loss["PowerSGD, no error feedback"] > 0.1
+
+
+FEWER, ORDER = "the bytes are not as few as this file", "the losses do not order as this file"
+
+
+@pytest.mark.parametrize(("message", "old", "new"), [
+    (FEWER, "hook(None, default_hooks.bf16_compress_hook)\n\n\n",
+     "hook(None, default_hooks.allreduce_hook)\n\n\n"),
+    pytest.param(FEWER, "        with model.no_sync():", "        if True:", marks=pytest.mark.long),
+    pytest.param(ORDER, "power_sgd(model, use_error_feedback=False)", "power_sgd(model)",
+                 marks=pytest.mark.long),
+    pytest.param(ORDER, "if then_average:", "if way == train_locally:", marks=pytest.mark.long),
+])  # fmt: skip
+def test_send_fewer_bytes_can_fail(tmp_path, message, old, new):
+    assert_fails(tmp_path, "recipes/send_fewer_bytes.py", {old: new}, message)

@@ -175,7 +175,7 @@ FEWER, ORDER = "the bytes are not as few as this file", "the losses do not order
 @pytest.mark.parametrize(("message", "old", "new"), [
     (FEWER, "hook(None, default_hooks.bf16_compress_hook)\n\n\n",
      "hook(None, default_hooks.allreduce_hook)\n\n\n"),
-    pytest.param(FEWER, "        with model.no_sync():", "        if True:", marks=pytest.mark.long),
+    pytest.param(FEWER, "with model.no_sync():", "if True:", marks=pytest.mark.long),
     pytest.param(ORDER, "power_sgd(model, use_error_feedback=False)", "power_sgd(model)",
                  marks=pytest.mark.long),
     pytest.param(ORDER, "if then_average:", "if way == train_locally:", marks=pytest.mark.long),

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
+import uuid
 
 import pytest
 import shown
@@ -77,12 +78,80 @@ def test_bad_calls_of_the_lab(tmp_path, lab):
         ("run", "node3", "true"): (1, "no machine node3: launch/lab list"),
         ("cut",): (2, "which machine?"),
         ("kill", "node3"): (1, "no machine node3"),
+        ("rate", "node1"): (2, "which machine, and which rate?"),
+        ("rate", "node3", "1gbit"): (1, "no machine node3"),
+        ("rate", "node1", "fast"): (2, "a rate is 100mbit, 1gbit or off, not fast"),
+        ("up", "2", "--rate"): (2, "a rate is 100mbit, 1gbit or off, not missing"),
+        ("up", "2", "good", "1gbit"): (2, "too many words: 1gbit"),
         ("run", "switch", "true"): (2, "which machine, and which command?"),
         ("cut", "../node1"): (1, "no machine ../node1"),
     }.items():
         status, output = call(*words)
         assert (status, message[1] in output) == (message[0], True), output
     assert run(LAB, cwd=tmp_path).status == 2
+
+
+SERVE = """
+import socket, time
+server = socket.create_server(("", 999))
+print("up", flush=True)
+while True:
+    client, _ = server.accept()
+    got, start = len(client.recv(1)), time.monotonic()
+    while block := client.recv(1 << 20):
+        got += len(block)
+    print(f"{got} bytes, {got * 8 / (time.monotonic() - start) / 1e6} Mbit/s", flush=True)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 999)) as client:
+    client.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def test_links_are_held_to_a_rate(tmp_path):
+    """In both directions, also when it changes under way; never faster, however busy this is."""
+    with Lab(tmp_path, 3, "--rate", "50mbit") as lab:
+        assert lab("list").count("link up, 50Mbit  0 processes") == 3
+        servers = {node: lab.start(node, "python3", "-c", SERVE) for node in ("node1", "node2")}
+        for server in servers.values():
+            server.wait_for("up")
+
+        def rate(sender, receiver, size):
+            moment = time.monotonic()
+            lab("run", sender, "python3", "-c", SEND, receiver, size)
+            _, line = servers[receiver].wait_for(f"^{size} bytes", moment)
+            return float(line.split()[2])
+
+        def assert_at_most(limit, found):
+            assert found < limit * 1.05 + 2, "more than a burst above it"
+
+        assert_at_most(50, rate("node1", "node2", 2_000_000))
+        assert_at_most(50, rate("node2", "node1", 2_000_001))
+        lab("rate", "node2", "10mbit")  # what it sends, and what is sent to it
+        assert re.search("node1 .* 50Mbit .*\nnode2 .* 10Mbit ", lab("list"))
+        assert_at_most(10, rate("node1", "node2", 1_000_000))
+        assert_at_most(10, rate("node2", "node1", 1_000_001))
+        assert_at_most(50, rate("node3", "node1", 2_000_002))
+        lab("rate", "node1", "off")
+        lab("rate", "node2", "off")
+        assert rate("node1", "node2", 50_000_000) > 50, "as fast as this computer"
+        assert re.search("node1 .* link up  1 .*\nnode2 .* link up  1 .*\n.* 50Mbit", lab("list"))
+
+
+def test_a_kernel_that_cannot_hold_a_rate(tmp_path):
+    """The machines are taken down again."""
+    tc = tmp_path / "tc"
+    tc.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2; exit 2\n")
+    tc.chmod(0o755)
+    env = {"LAB": uuid.uuid4().hex, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = run(LAB, "up", 2, "--rate", "1gbit", cwd=tmp_path, env=env)
+    if "network namespace" in result.output:
+        pytest.skip(f"no network namespaces here: {result.output}")
+    assert result.status == 1
+    assert result.output == ("lab: error: cannot hold node1 to 1gbit: has this kernel no sch_tbf?"
+                             " (tc: Error: Specified qdisc kind is unknown.)\n")  # fmt: skip
+    assert "no lab is up" in run(LAB, "list", cwd=tmp_path, env=env).output
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

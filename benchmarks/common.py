@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import re
 import socket
 import statistics
@@ -81,23 +82,29 @@ def seconds(call, device):
     return time.perf_counter() - start
 
 
-def alternate(sides, rounds, warm_up=True):
-    """{name: results} of the calls in sides, which take turns; a first turn may not count.
+def alternate(sides, rounds):
+    """{name: results} of the calls in sides, which take turns; the first turn of each is not kept.
 
-    In turns, because a machine's speed drifts: what is compared was measured close together.
+    In turns, because a machine's speed drifts: what is compared was measured close together. In
+    another order in each round, as the turn before can help or harm. All ranks have that order.
     """
-    for call in sides.values() if warm_up else ():
+    for call in sides.values():
         call()
-    results = {name: [] for name in sides}
+    results, order = {name: [] for name in sides}, random.Random(0)
     for _ in range(rounds):
-        for name, call in sides.items():
-            results[name].append(call())
+        for name in order.sample(list(sides), len(sides)):
+            results[name].append(sides[name]())
     return results
 
 
-def ratio(above, below):
-    """The median of the ratios of two lists of results, round by round."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+def spread(values):
+    """[median, least, most]"""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def paired(above, below):
+    """[median, least, most] of the ratios of two lists of results, round by round."""
+    return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
 def describe_machine(device="cpu"):
@@ -148,7 +155,7 @@ def finish(name, args, device, settings, figures, tables):
         print_table(*table)
     print(f"\n{caption(machine)}")
     result = {"benchmark": name, "device": device, "machine": machine, "settings": settings,
-              "figures": figures,
+              "caption": caption(machine), "figures": figures,
               "tables": [{"title": t, "columns": list(c), "rows": rows} for t, c, rows in tables]}
     line = json.dumps(result)
     print(line, flush=True)

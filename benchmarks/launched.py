@@ -10,6 +10,8 @@ import time
 import torch
 
 TRACE = pathlib.Path(__file__).parent / "trace"
+# What a process reaches, one after the other, as trace/sitecustomize.py writes it down.
+STATIONS = ("start", "init begins", "init done", "DDP done", "step done")
 # Two processes: on a GPU each where there are two, else on the CPU.
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -25,7 +27,9 @@ class Job:
         self.folder = tempfile.TemporaryDirectory()
         self.trace = pathlib.Path(self.folder.name, "trace.log")
         self.output = pathlib.Path(self.folder.name, "output.log")
-        environment = os.environ | {"PYTHONPATH": str(TRACE), "BENCHMARK_TRACE": str(self.trace)}
+        paths = [str(TRACE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths),
+                                    "BENCHMARK_TRACE": str(self.trace)}
         if DEVICE == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self.begin = time.time()

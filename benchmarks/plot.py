@@ -12,8 +12,8 @@ import sys
 from statistics import median
 
 import matplotlib
-from common import RESULTS, caption
 
+RESULTS = pathlib.Path(__file__).parent / "results"
 matplotlib.use("svg")
 matplotlib.rcParams |= {
     "svg.hashsalt": "the same names in every file", "font.size": 10, "axes.titlesize": 10,
@@ -32,7 +32,7 @@ def draw(path):
     result = json.loads(pathlib.Path(path).read_text())
     pictures = []
     for suffix, figure in DRAW[result["benchmark"]](result).items():
-        figure.text(0.01, 0.01, caption(result["machine"]), fontsize=8, color="#555555")
+        figure.text(0.01, 0.01, result["caption"], fontsize=8, color="#555555")
         picture = pathlib.Path(path).with_suffix("").as_posix() + f"{suffix}.svg"
         figure.savefig(picture, facecolor="white", metadata={"Date": None})
         plt.close(figure)
@@ -82,7 +82,7 @@ def draw_throughput(result):
     in_two_rows = len(tables) % 2 == 0
     figure, axes = new_figure(len(tables), 4.2 if in_two_rows else 3.2, 1 + in_two_rows)
     for ax, table in zip(axes, tables, strict=True):
-        rows = [(name, speed) for name, speed, _ in table["rows"]]
+        rows = [(name, speed) for name, speed, *_ in table["rows"]]
         bars(ax, rows, lambda v: f"{v:,.0f}",
              lambda name: {"02": BLUE, "limit: no input": GREY}.get(name, ORANGE))
         ax.set_title(table["title"])
@@ -137,37 +137,86 @@ def draw_ddp_anatomy(result):
     ax.invert_yaxis()
     ax.set_xlabel("ms")
     ax.set_title("One step of DDP: the first buckets travel while lower layers are computed")
-    sweeps, axes = new_figure(3, 3.4)
-    overlap = [(name, median(values)) for name, values in figures["overlap"].items()]
-    bars(axes[0], overlap, lambda v: f"{v:.0f}",
-         lambda name: BLUE if name.startswith("all") else SKY)
-    axes[0].set_title("parts of a step, ms")
-    axes[0].set_xticks([])
-    batches = {int(n): median(values) / int(n) for n, values in figures["no_sync"].items()}
-    sizes = {int(n): median(values) for n, values in figures["buckets"].items()}
-    for ax, found, name, title in ((axes[1], sizes, "MiB", "bucket size: a step, ms"),
-                                   (axes[2], batches, "batches", "no_sync: a batch, ms")):
-        ax.plot(list(found), list(found.values()), "o-", color=BLUE)
+    return {"-timeline": timeline}
+
+
+def draw_network(result):
+    sweeps, axes = new_figure(3, 3.6)
+    ddp, colours = result["figures"]["ddp"], (BLUE, GREEN, ORANGE, RED)
+    parts = ["no exchange", "exchange after backward", "exchange during backward"]
+    for index, ((rate, sides), colour) in enumerate(zip(ddp.items(), colours, strict=False)):
+        ranges(axes[0], [place + 0.25 * (index - 1) for place in range(3)],
+               [sides[part] for part in parts], colour, rate, "o")
+        found = {int(name.split()[2]): ms for name, ms in sides.items() if "buckets" in name}
+        ranges(axes[1], list(found), list(found.values()), colour, rate, "o-")
+        found = {int(name.split()[0]): ms for name, ms in sides.items() if "one exchange" in name}
+        found = {1: sides["exchange during backward"]} | found
+        ranges(axes[2], list(found), list(found.values()), colour, rate, "o-")
+    axes[0].set_xticks(range(3), ["none", "after\nbackward", "during\nbackward"])
+    axes[0].set_title("the exchange: a batch, ms")
+    axes[1].set_title("bucket size: a batch, ms")
+    axes[2].set_title("batches an exchange: a batch, ms")
+    for ax, name in ((axes[1], "MiB"), (axes[2], "batches")):
+        ticks = sorted({round(x) for line in ax.get_lines() for x in line.get_xdata()})
         ax.set_xscale("log", base=2)
-        ax.set_xticks(list(found), [str(n) for n in found])
+        ax.set_xticks(ticks, [str(n) for n in ticks])
         ax.minorticks_off()
-        ax.set_ylim(0, 1.15 * max(found.values()))
         ax.set_xlabel(name)
-        ax.set_title(title)
-    return {"-timeline": timeline, "-sweeps": sweeps}
+    for ax in axes:
+        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+    axes[0].legend(frameon=False, fontsize=8, loc="upper left", ncols=3, columnspacing=1)
+
+    [model] = [table for table in result["tables"] if table["title"].startswith("the model: ")]
+    [line] = [table for table in result["tables"] if table["title"].startswith("the model's line")]
+    growth, [left, right] = new_figure(2, 3.6)
+    for kilobytes, colour in zip(sorted({row[1] for row in model["rows"]}), colours, strict=False):
+        rows = [row for row in model["rows"] if row[1] == kilobytes]
+        counts = [int(row[0].split(",")[0]) for row in rows]
+        left.errorbar(counts, [row[2] for row in rows], fmt="o", color=colour, label=(
+            f"{kilobytes:g} kB"), yerr=[[row[2] - row[3] for row in rows],
+                                        [row[4] - row[2] for row in rows]])
+        left.plot(counts, [row[5] for row in rows], ":", color=colour)
+    left.set(xscale="log", yscale="log", xlabel="machines", title=(
+        "all-reduce, ms; dotted: the model, fitted on 2 and 4"))
+    left.set_xticks(counts, [str(n) for n in counts])
+    left.minorticks_off()
+    left.legend(frameon=False, fontsize=8)
+    [measured] = [table for table in result["tables"] if table["title"].startswith("machines at")]
+    efficiency = measured["columns"].index("efficiency")
+    right.plot([row[0] for row in measured["rows"]],
+               [row[efficiency] for row in measured["rows"]], "o-", color=BLUE, label="measured")
+    right.plot([row[0] for row in line["rows"]], [row[2] for row in line["rows"]], "s:",
+               color=GREY, label="the model's line, not measured")
+    ticks = [row[0] for row in (*measured["rows"], *line["rows"])]
+    right.set_xscale("log", base=2)
+    right.set_xticks(ticks, [str(n) for n in ticks])
+    right.minorticks_off()
+    right.set_ylim(0, 1.05)
+    right.set_xlabel("machines")
+    right.set_title("efficiency: computation's part of a step")
+    right.legend(frameon=False, fontsize=8)
+    return {"-ddp": sweeps, "-growth": growth}
+
+
+def ranges(ax, places, values, colour, label, style):
+    """Medians of lists of values, and lines from the least to the most."""
+    middles = [median(found) for found in values]
+    ax.errorbar(places, middles, fmt=style, color=colour, label=label, markersize=4, yerr=[
+        [middle - min(found) for middle, found in zip(middles, values, strict=True)],
+        [max(found) - middle for middle, found in zip(middles, values, strict=True)]])
 
 
 def draw_recovery(result):
     figure, [ax] = new_figure(1, 2.8)
     columns, rows = result["tables"][0]["columns"], result["tables"][0]["rows"]
-    stacked(ax, [(row[0], [v for v in row[2:] if v is not None]) for row in rows], columns[2:])
+    stacked(ax, [(row[0], [v for v in row[4:] if v is not None]) for row in rows], columns[4:])
     figure.suptitle("From SIGKILL of one of two ranks to the next trained step", x=0.01,
                     ha="left")
     snapshots, [ax] = new_figure(1, 3)
     rows = result["tables"][1]["rows"]
     sizes = [float(row[0].split()[0]) for row in rows]
     for column, label, style, colour in ((1, "written as 02 does", "o-", BLUE),
-                                         (5, "copied, to be written later", "s-", ORANGE)):
+                                         (7, "copied, to be written later", "s-", ORANGE)):
         ax.plot(sizes, [row[column] for row in rows], style, color=colour, label=label)
     ax.set(xscale="log", yscale="log", xlabel="MB", ylabel="seconds")
     ax.set_title("How long training stands still for a snapshot")
@@ -178,7 +227,7 @@ def draw_recovery(result):
 def draw_startup(result):
     figure, [ax] = new_figure(1, 3.2)
     [table] = result["tables"]
-    stacked(ax, [(row[0], row[3:]) for row in table["rows"]], table["columns"][3:])
+    stacked(ax, [(row[0], row[7:]) for row in table["rows"]], table["columns"][7:])
     figure.suptitle("From the command to the first trained step, two ranks", x=0.01, ha="left")
     return {"": figure}
 
@@ -187,6 +236,7 @@ DRAW = {
     "throughput": draw_throughput,
     "scaling": draw_scaling,
     "ddp_anatomy": draw_ddp_anatomy,
+    "network": draw_network,
     "recovery": draw_recovery,
     "startup": draw_startup,
 }

@@ -29,11 +29,10 @@ import tempfile
 import time
 
 import torch
-from common import ROOT, alternate, finish, load_script, parser, ratio
-from launched import DEVICE, TORCHRUN, Job, alive, have_reached
+from common import ROOT, alternate, finish, load_script, paired, parser, spread
+from launched import DEVICE, STATIONS, TORCHRUN, Job, alive, have_reached
 
 SCRIPT = load_script("02_torchrun_elastic.py")
-STATIONS = ("start", "init begins", "init done", "DDP done", "step done")
 NAMES = ("noticing", "restart", "imports", "joining", "loading", "first step")
 NOTHING = "an empty script"
 SMALLEST = "smallest DDP script"
@@ -81,25 +80,27 @@ def tables(figures):
     rows = []
     for name, rounds in figures["recoveries"].items():
         parts = [statistics.median(part) for part in zip(*rounds, strict=True)]
-        rows.append([name, statistics.median(sum(times) for times in rounds), *parts,
+        rows.append([name, *spread([sum(times) for times in rounds]), *parts,
                      *[None] * (len(NAMES) - len(parts))])
-    columns = {"script": "", "seconds": ".2f"} | {name: ".2f" for name in NAMES}
+    columns = {"script": "", "seconds": ".2f", "least": ".2f", "most": ".2f"}
+    columns |= {name: ".2f" for name in NAMES}
     found = [("from SIGKILL to the next trained step", columns, rows)]
     rows = []
     for megabytes, rounds in figures["snapshots"].items():
         writes, copies = zip(*rounds, strict=True)
-        write = statistics.median(writes)
-        rows.append([f"{float(megabytes):g} MB", write, float(megabytes) / write,
-                     write / figures["epoch"], 100 * write, statistics.median(copies),
-                     1 - ratio(copies, writes)])
-    columns = {"snapshot": "", "seconds": ".3f", "MB/s": ".0f", "of an epoch of 02": ".1%",
-               "1 % of so many s": ".1f", "copy, s": ".3f", "saved by async": ".0%"}
+        write, least, most = spread(writes)
+        rows.append([f"{float(megabytes):g} MB", write, least, most, float(megabytes) / write,
+                     write / figures["epoch"], 100 * write, *spread(copies),
+                     1 - paired(copies, writes)[0]])
+    columns = {"snapshot": "", "seconds": ".3f", "least": ".3f", "most": ".3f", "MB/s": ".0f",
+               "of an epoch of 02": ".1%", "1 % of so many s": ".1f", "copy, s": ".3f",
+               "from": ".3f", "to": ".3f", "saved by async": ".0%"}
     title = f"a snapshot; an epoch of 02 took {figures['epoch']:.2f} s"
     return [*found, (title, columns, rows)]
 
 
 def main():
-    new = parser(__doc__, rounds=3)
+    new = parser(__doc__, rounds=5)
     new.add_argument("--megabytes", type=float, nargs="+", default=[0.1, 1, 10, 100, 1000])
     new.add_argument("--folder", default=".", help="where to write the snapshots; default here")
     args = new.parse_args()
@@ -118,7 +119,7 @@ def main():
                 [ROOT / "benchmarks/smallest_ddp.py", 60_000], "step done", 0),
             "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], "step done", 2),
         }
-        results = alternate(sides, args.rounds, warm_up=False)
+        results = alternate(sides, args.rounds)
     figures = {name: [parts for parts, _ in found] for name, found in results.items()}
     epoch = statistics.median(epoch for _, epoch in results["02"])
     with tempfile.TemporaryDirectory(dir=args.folder, prefix=".snapshots-") as folder:

@@ -7,7 +7,8 @@ ranks, and no more than there are cores or GPUs: 4 ranks on 2 cores can be twice
 
 per rank    the batch of each rank is fixed: more ranks, larger steps (weak scaling)
 in all      the batch of a step is fixed: more ranks, smaller shares (strong scaling), as 02 does
-usual       per rank, but without the scheduling as a batch job that 02's share_cores asks for
+usual       per rank, but without the scheduling as a batch job that 02's share_cores asks for:
+            a step, and an all-reduce
 strangers   as many single processes side by side, without DDP: what the machine itself allows
 all cores   one rank with a thread on each core: the other way to use a CPU
 
@@ -25,9 +26,9 @@ from common import (
     finish,
     load_script,
     number,
+    paired,
     parser,
     process_group,
-    ratio,
     run_ranks,
     seconds,
 )
@@ -96,6 +97,9 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
                 world_size, epoch_speed, batch_size, steps, True, batch=False)
         sides[f"strangers {world_size}"] = side(world_size, epoch_speed, batch_size, steps, False)
         sides[f"exchange {world_size}"] = side(world_size, exchange_ms, steps)
+        if device.type == "cpu":
+            sides[f"exchange, usual {world_size}"] = side(
+                world_size, exchange_ms, steps, batch=False)
     if device.type == "cpu":
         sides["all cores 1"] = side(1, epoch_speed, batch_size, steps, True, threads=count_cores())
     return alternate(sides, rounds)
@@ -111,7 +115,7 @@ def tables(figures, batch_size, places):
         "all cores": f"one rank with a thread on each core, batch size {batch_size}",
     }
     columns = {"ranks": "d", "images/s": ".0f", "times one rank": ".2f", "ideal": "d",
-               "efficiency": ".2f"}
+               "efficiency": ".2f", "times, from": ".2f", "to": ".2f"}
     found = []
     for setting, title in titles.items():
         rows = []
@@ -120,8 +124,8 @@ def tables(figures, batch_size, places):
                 ranks = int(key.split()[-1])
                 base = figures["per rank 1" if setting == "all cores" else f"{setting} 1"]
                 ideal = places if setting == "all cores" else min(ranks, places)
-                times = ratio(speeds, base)
-                rows.append([ranks, statistics.median(speeds), times, ideal, times / ideal])
+                times, *ends = paired(speeds, base)
+                rows.append([ranks, statistics.median(speeds), times, ideal, times / ideal, *ends])
         if rows:
             found.append((title, columns, rows))
     rows = []
@@ -134,7 +138,17 @@ def tables(figures, batch_size, places):
             rows.append([ranks, step, alone, exchange, step - alone - exchange])
     columns = {"ranks": "d", "a step": ".1f", "a stranger's": ".1f", "all-reduce": ".1f",
                "the rest": ".1f"}
-    return [*found, (f"ms of a step, batch size {batch_size} per rank", columns, rows)]
+    found.append((f"ms of a step, batch size {batch_size} per rank", columns, rows))
+    rows = [[ranks, *paired(figures[f"per rank {ranks}"], usual),
+             *paired(figures[f"exchange, usual {ranks}"], figures[f"exchange {ranks}"])]
+            for ranks, usual in ((int(key.split()[-1]), speeds) for key, speeds in figures.items()
+                                 if key.startswith("usual")) if ranks > 1]
+    if rows:
+        columns = {"ranks": "d", "images/s": ".2f", "from": ".2f", "to": ".2f",
+                   "all-reduce": ".2f", " from": ".2f", " to": ".2f"}
+        found.append(("batch against usual scheduling: speed; usual against batch: all-reduce",
+                      columns, rows))
+    return found
 
 
 def main():

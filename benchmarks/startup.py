@@ -16,10 +16,9 @@ import itertools
 import statistics
 import sys
 
-from common import ROOT, alternate, finish, parser, ratio
-from launched import DEVICE, TORCHRUN, Job, have_reached
+from common import ROOT, alternate, finish, paired, parser, spread
+from launched import DEVICE, STATIONS, TORCHRUN, Job, have_reached
 
-STATIONS = ("start", "init begins", "init done", "DDP done", "step done")
 SMALLEST = {"spawn": "smallest, mp.spawn", "torchrun": "smallest, torchrun"}
 SIDES = {  # {name: (command, which of the smallest it is compared with)}
     SMALLEST["spawn"]: ([sys.executable, ROOT / "benchmarks/smallest_ddp.py", 1, 2], "spawn"),
@@ -44,23 +43,24 @@ def tables(figures):
     rows = []
     for name, rounds in figures.items():
         smallest = SMALLEST[SIDES[name][1]]
-        rows.append([name, statistics.median(totals[name]), ratio(totals[name], totals[smallest]),
+        rows.append([name, *spread(totals[name]), *paired(totals[name], totals[smallest]),
                      *(statistics.median(part) for part in zip(*rounds, strict=True))])
-    columns = {"script": "", "seconds": ".2f", "times smallest": ".2f", "launcher": ".2f",
+    columns = {"script": "", "seconds": ".2f", "least": ".2f", "most": ".2f",
+               "times smallest": ".2f", "from": ".2f", "to": ".2f", "launcher": ".2f",
                "imports": ".2f", "joining": ".2f", "model": ".2f",
                "first step": ".2f"}
     return [("to the first trained step", columns, rows)]
 
 
 def main():
-    new = parser(__doc__, rounds=3)
+    new = parser(__doc__, rounds=5)
     new.add_argument("--only", nargs="+", choices=["01", "02", "03"], default=["01", "02", "03"])
     args = new.parse_args()
     used = {SIDES[name][1] for name in args.only}
     sides = {name: command for name, (command, launcher) in SIDES.items()
              if name in args.only or name in {SMALLEST[each] for each in used}}
     sides = {name: lambda command=command: start(command) for name, command in sides.items()}
-    figures = alternate(sides, args.rounds, warm_up=False)
+    figures = alternate(sides, args.rounds)
     finish("startup", args, DEVICE, {"rounds": args.rounds}, figures, tables(figures))
 
 

@@ -17,7 +17,6 @@ What is said of GPUs has not been run so far.
 """
 
 import pathlib
-import statistics
 import struct
 import tempfile
 import warnings
@@ -29,11 +28,12 @@ from common import (
     finish,
     load_script,
     number,
+    paired,
     parser,
     process_group,
-    ratio,
     run_ranks,
     seconds,
+    spread,
 )
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -183,10 +183,11 @@ def tables(figures, device):
     found = []
     for setting, sides in figures.items():
         batch_size, world_size = setting.split()
-        rows = [[name, statistics.median(speeds), ratio(speeds, sides["02"])]
+        rows = [[name, *spread(speeds), *paired(speeds, sides["02"])]
                 for name, speeds in sides.items()]
         found.append((f"batch size {batch_size}, ranks on {device}: {world_size}",
-                      {"loop": "", "images/s": ".0f", "times 02": ".2f"}, rows))
+                      {"loop": "", "images/s": ".0f", "least": ".0f", "most": ".0f",
+                       "times 02": ".2f", "from": ".2f", "to": ".2f"}, rows))
     return found
 
 

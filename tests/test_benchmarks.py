@@ -21,6 +21,8 @@ SMALLEST = {
     "throughput": ["--rounds=1", "--images=256", "--batch-sizes=64"],
     "scaling": ["--rounds=1", "--ranks", 1, 2, "--batch-size=32", "--steps=4"],
     "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=64", "--batch-size=4"],
+    "network": ["--rounds=1", "--batches=2", "--layers=2", "--width=64", "--rows=8",
+                "--rates", "500mbit", "--machines", 1, 2, 4],
     "recovery": ["--rounds=1", "--megabytes", 0.1, 1],
     "startup": ["--rounds=1", "--only", "01", "02"],
 }
@@ -32,7 +34,7 @@ def benchmark(monkeypatch):
     """A function that imports one of the benchmarks by its name."""
     monkeypatch.syspath_prepend(FOLDER)
     yield importlib.import_module
-    for name in [*SMALLEST, "common", "launched", "plot"]:
+    for name in [*SMALLEST, "common", "launched", "machines", "plot"]:
         sys.modules.pop(name, None)
 
 
@@ -45,58 +47,97 @@ def table_of(tables, start):
 # ---- The arithmetic, with figures small enough to check by hand ----
 
 
-def test_a_ratio_is_the_median_of_the_ratios_of_each_round(benchmark):
-    ratio = benchmark("common").ratio
+def test_ratios_are_those_of_each_round(benchmark):
+    paired = benchmark("common").paired
     # The machine was ten times slower in the second round: the ratio of that round still counts.
-    assert ratio([20, 2, 18], [10, 1, 10]) == 2
+    assert paired([20, 3, 15], [10, 1, 10]) == [2, 1.5, 3]
     with pytest.raises(ValueError):
-        ratio([1, 2], [1])
+        paired([1, 2], [1])
 
 
 def test_sides_take_turns_and_the_first_turn_does_not_count(benchmark):
     turns = []
-    sides = {name: lambda name=name: turns.append(name) or len(turns) for name in "ab"}
-    assert benchmark("common").alternate(sides, 2) == {"a": [3, 5], "b": [4, 6]}
-    assert turns == list("ababab")
+    sides = {name: lambda name=name: turns.append(name) or len(turns) for name in "abc"}
+    found = benchmark("common").alternate(sides, 20)
+    assert turns[:3] == list("abc")
+    rounds = ["".join(turns[i : i + 3]) for i in range(3, len(turns), 3)]
+    assert len(rounds) == 20 and {"".join(sorted(turn)) for turn in rounds} == {"abc"}
+    assert len(set(rounds)) > 3, "always the same order"
+    assert sorted(n for numbers in found.values() for n in numbers) == list(range(4, 64))
+    assert all(turns[number - 1] == name for name in "abc" for number in found[name])
 
 
 def test_throughput_compares_with_02(benchmark):
     figures = {"64 2": {"customary, 1 workers": [10, 40, 30], "02": [20, 20, 20]}}
     [(title, _, rows)] = benchmark("throughput").tables(figures, "cpu")
     assert title == "batch size 64, ranks on cpu: 2"
-    assert rows == [["customary, 1 workers", 30, 1.5], ["02", 20, 1]]
+    assert rows == [["customary, 1 workers", 30, 10, 40, 1.5, 0.5, 2],
+                    ["02", 20, 20, 20, 1, 1, 1]]
 
 
 def test_scaling_is_ideal_where_each_core_counts_once(benchmark):
     figures = {"per rank 1": [10], "per rank 2": [18], "per rank 4": [19], "in all 1": [8],
                "in all 2": [8], "usual 1": [10], "usual 2": [13], "all cores 1": [15],
                "strangers 1": [10], "strangers 2": [20], "strangers 4": [20],
-               "exchange 1": [1], "exchange 2": [2], "exchange 4": [3]}
+               "exchange 1": [1], "exchange 2": [2], "exchange 4": [3],
+               "exchange, usual 1": [1], "exchange, usual 2": [20]}
     tables = benchmark("scaling").tables(figures, 256, places=2)
     assert table_of(tables, "batch size 256 per rank") == {
-        1: [10, 1, 1, 1], 2: [18, 1.8, 2, 0.9], 4: [19, 1.9, 2, 0.95]}  # fmt: skip
-    assert table_of(tables, "batch size 256 in all")[2] == [8, 1, 2, 0.5]
-    assert table_of(tables, "strangers")[2] == [20, 2, 2, 1]
-    assert table_of(tables, "one rank")[1] == [15, 1.5, 2, 0.75]
+        1: [10, 1, 1, 1, 1, 1], 2: [18, 1.8, 2, 0.9, 1.8, 1.8], 4: [19, 1.9, 2, 0.95, 1.9, 1.9]}
+    assert table_of(tables, "batch size 256 in all")[2] == [8, 1, 2, 0.5, 1, 1]
+    assert table_of(tables, "strangers")[2] == [20, 2, 2, 1, 2, 2]
+    assert table_of(tables, "one rank")[1] == [15, 1.5, 2, 0.75, 1.5, 1.5]
+    assert table_of(tables, "batch against")[2] == pytest.approx([18 / 13] * 3 + [10] * 3)
     # 256 images on each of two ranks at 18 images/s: 28.4 s a step, and 25.6 s for a stranger.
     step, alone, exchange, rest = table_of(tables, "ms of a step")[2]
     assert [round(step), alone, exchange, round(rest)] == [28444, 25600, 2, 2842]
 
 
-def test_anatomy_counts_each_accumulated_batch(benchmark):
-    figures = {
-        "overlap": {"exchange": [30], "all, exchange during": [60]},
-        "buckets": {"1": [30], "8": [20]}, "no_sync": {"1": [10], "4": [28]},
-        "hooks": {"fp32": [10], "fp16": [5]}, "memory": {"without": 8, "with view": 4},
-        "timeline": [["backward", 1, 8], ["all_reduce", 2, 4.5], ["layers", 1, 2]],
-    }  # fmt: skip
+def test_anatomy_adds_up_what_a_step_shows(benchmark):
+    figures = {"memory": {"without": [8, 7, 9], "with view": [4, 4, 4]},
+               "timeline": [["backward", 1, 8], ["all_reduce", 2, 4.5], ["layers", 1, 2]]}
     tables = benchmark("ddp_anatomy").tables(figures, parameters=1_000_000)
     assert table_of(tables, "timeline") == {1: [2.5]} and "7.0 ms" in tables[0][0]
-    assert table_of(tables, "overlap")["exchange"] == [30, 0.5]
-    assert table_of(tables, "buckets")["1"] == [30, 1.5]
-    assert table_of(tables, "no_sync") == {"1": [10, 1], "4": [7, pytest.approx(0.7)]}
-    assert table_of(tables, "hooks")["fp16"] == [5, 0.5]
-    assert table_of(tables, "memory") == {"without": [8, 2], "with view": [4, 1]}
+    assert table_of(tables, "memory") == {
+        "without": [8, 2, 1.75, 2.25], "with view": [4, 1, 1, 1]}  # fmt: skip
+
+
+def growth_of(latency, bandwidth, counts=(1, 2, 4, 8)):
+    """What machines would measure whose all-reduce follows the model; the step is 100 ms more."""
+    def ms(count, size):
+        return 2 * (count - 1) * latency + 2 * (count - 1) / count * size / bandwidth
+
+    return {str(count): {
+        "begin": 1.0, "connected": 3.5, "joining": 0.5, "traffic": 2000,
+        "ms": {f"all-reduce of {size} bytes": [ms(count, size)] for size in SIZES}
+        | {"step": [100 + ms(count, SIZES[-1])]}
+        | ({"ring of 04": [2 * ms(count, SIZES[-1])]} if count > 1 else {}),
+    } for count in counts}  # fmt: skip
+
+
+SIZES = (16_000, 250_000, 2_000_000)
+
+
+def test_network_finds_the_latency_and_bandwidth_that_were_put_in(benchmark):
+    network = benchmark("network")
+    growth = growth_of(latency=0.5, bandwidth=25_000)  # 25,000 bytes a ms: 200 Mbit/s
+    assert network.SIZES == SIZES
+    assert network.fit(growth) == pytest.approx((0.5, 25_000))
+    sides = {"no exchange": [40, 40], "exchange alone": [110, 90],
+             "exchange after backward": [150, 140], "exchange during backward": [100, 120],
+             "buckets of 1 MiB": [100, 110], "buckets of 8 MiB": [90, 100]}
+    figures = {"ddp": {"1gbit": sides}, "growth": growth, "growth rate": "200mbit"}
+    tables = network.tables(figures, weights=12_500_000)
+    ddp = table_of(tables, "two machines at 1gbit")
+    assert ddp["exchange after backward"] == [145, 140, 150, pytest.approx(4 / 3), 140 / 120, 1.5]
+    assert "buckets of 8 MiB (the best)" in ddp and "buckets of 1 MiB" in ddp
+    assert table_of(tables, "all-reduce of 12.5 MB") == {"1gbit": [100, 100, 90, 110, 105]}
+    # Of 2 MB over 8 machines: 14 messages of 0.5 ms, and 3.5 MB at 25 KB a ms.
+    assert table_of(tables, "machines at 200mbit")[8] == pytest.approx(
+        [2.5, 0.5, 2, 247, 247, 247, 100 / 247, 2])
+    [(_, _, rows)] = [table for table in tables if table[0].startswith("the model: 0.50 ms")]
+    assert rows[-1] == pytest.approx(["8, predicted", 2000, 147, 147, 147, 147, 0])
+    assert table_of(tables, "the model's line")[16] == pytest.approx([165, 100 / 265])
 
 
 def test_recovery_adds_its_parts_up(benchmark):
@@ -105,16 +146,18 @@ def test_recovery_adds_its_parts_up(benchmark):
                "snapshots": {"10": [[0.5, 0.1], [0.25, 0.2], [0.5, 0.1]]}, "epoch": 2}  # fmt: skip
     tables = benchmark("recovery").tables(figures)
     assert table_of(tables, "from SIGKILL") == {
-        "02": [21, 1, 2, 3, 4, 5, 6], "an empty script": [3, 1, 2, None, None, None, None]}
+        "02": [21, 20, 23, 1, 2, 3, 4, 5, 6],
+        "an empty script": [3, 3, 3, 1, 2, None, None, None, None]}
     assert table_of(tables, "a snapshot; an epoch of 02 took 2.00 s") == {
-        "10 MB": [0.5, 20, 0.25, 50, 0.1, 0.8]}
+        "10 MB": [0.5, 0.25, 0.5, 20, 0.25, 50, 0.1, 0.1, 0.2, 0.8]}
 
 
 def test_startup_compares_each_script_with_its_own_launcher(benchmark):
     figures = {"smallest, mp.spawn": [[1, 1, 1, 1, 1]], "01": [[1, 1, 1, 1, 2]],
                "smallest, torchrun": [[2, 2, 2, 2, 2]], "02": [[2, 2, 2, 2, 3]]}  # fmt: skip
     rows = table_of(benchmark("startup").tables(figures), "to the first")
-    assert rows["01"] == [6, 1.2, 1, 1, 1, 1, 2] and rows["02"] == [11, 1.1, 2, 2, 2, 2, 3]
+    assert rows["01"] == [6, 6, 6, 1.2, 1.2, 1.2, 1, 1, 1, 1, 2]
+    assert rows["02"] == [11, 11, 11, 1.1, 1.1, 1.1, 2, 2, 2, 2, 3]
 
 
 # ---- What is committed ----
@@ -131,6 +174,7 @@ def test_the_results_shown_are_those_measured(benchmark):
             "throughput": [result["device"]],
             "scaling": [settings.get("batch size"), settings.get("cores or GPUs")],
             "ddp_anatomy": [settings.get("parameters")],
+            "network": [settings.get("bytes")],
         }.get(result["benchmark"], [])
         expected = [{"title": title, "columns": list(columns), "rows": rows}
                     for title, columns, rows in tables(result["figures"], *more)]  # fmt: skip

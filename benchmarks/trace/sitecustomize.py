@@ -36,7 +36,7 @@ def marked(owner, name, station):
     setattr(owner, name, wrapper)
 
 
-STATIONS = {  # module: what to do once it is imported
+ACTIONS = {  # module: what to do once it is imported
     "torch.distributed.distributed_c10d": lambda module: marked(
         module, "init_process_group", "init"),
     "torch.nn.parallel.distributed": lambda module: marked(
@@ -46,10 +46,10 @@ STATIONS = {  # module: what to do once it is imported
 
 
 class Hook(importlib.abc.MetaPathFinder):
-    """Lets Python find and run a module, and then does what STATIONS says."""
+    """Lets Python find and run a module, and then does what ACTIONS says."""
 
     def find_spec(self, name, path, target=None):
-        if (action := STATIONS.pop(name, None)) is None:
+        if (action := ACTIONS.pop(name, None)) is None:
             return None
         spec = importlib.util.find_spec(name)  # the other finders': this one has popped its own
         execute = spec.loader.exec_module

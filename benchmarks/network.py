@@ -1,0 +1,277 @@
+"""What a network costs DDP: the same steps between machines whose links are held to a rate.
+
+    python benchmarks/network.py
+
+On one machine, two ranks on CPUs share their cores with the exchange of their gradients, so that
+nothing can overlap. Here each rank has a machine of launch/lab, and each link carries so many
+bits a second: the exchange takes time, and hardly any of the cores. The first part repeats the
+experiments of S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training" (VLDB 2020), figures 6, 7 and 10, on two machines and at three rates:
+
+overlap     no exchange, exchange after backward, exchange during backward (as DDP does)
+buckets     of several sizes
+no_sync     gradients of several batches added up before they are exchanged
+hooks       gradients sent as fp16, as bf16, or by PowerSGD (matrix rank 4)
+
+A step is forward, backward and exchange of a stack of layers of Linear and GELU, without the
+optimizer. The second part is the cost of more machines, 1 to 8, each with one rank. All of them
+share the cores of this computer, so that the computation is a sleep of fixed length there:
+
+meeting     seconds from the command to a connected group, and what went through machine 1's card
+step        the sleep and an all-reduce of 2 MB: efficiency is the sleep's part of it
+model       an all-reduce of S bytes over N ranks takes 2 (N - 1) a + 2 (N - 1) / N * S / b. The
+            latency a and the bandwidth b are fitted on 2 and 4 machines; the rest is a prediction
+
+Needs Linux and launch/lab: network namespaces, tc, and a kernel with tbf.
+"""
+
+import copy
+import pathlib
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from common import (
+    alternate,
+    finish,
+    load_script,
+    number,
+    paired,
+    parser,
+    process_group,
+    seconds,
+    spread,
+)
+from machines import bits_per_second, machines
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+BUCKETS = (1, 2, 4, 8, 16)  # MiB; a layer has 1 MiB
+ACCUMULATED = (2, 4, 8, 16)  # batches
+CPU = torch.device("cpu")
+SIZES = (16_000, 250_000, 2_000_000)  # bytes of an all-reduce
+SLEEP = 0.1  # seconds: the computation of a step in the second part
+
+
+def new_model(layers, width, rows):
+    torch.manual_seed(0)
+    stack = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*stack), torch.randn(rows, width)
+
+
+def steps_of(model, batch, count=1):
+    """A call: a step of a DDP model over count batches, after the two in which it settles."""
+
+    def step():
+        with model.no_sync():
+            for _ in range(count - 1):
+                model(batch).sum().backward()
+        model(batch).sum().backward()
+
+    for _ in range(2):  # DDP lays its buckets out anew at the second
+        step()
+    return step
+
+
+def with_hook(model, state, hook):
+    model.register_comm_hook(state, hook)
+    return model
+
+
+def ddp_sides(net, batch):
+    """{name: (call, how many batches it computes)}"""
+
+    def ddp(**options):
+        return DDP(copy.deepcopy(net), gradient_as_bucket_view=True, **options)
+
+    usual = ddp()
+    gradient = torch.zeros(sum(p.numel() for p in net.parameters()))
+
+    def compute():
+        with usual.no_sync():
+            usual(batch).sum().backward()
+
+    def exchange_after():
+        compute()
+        dist.all_reduce(gradient)
+
+    power = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    sides = {"no exchange": compute, "exchange alone": lambda: dist.all_reduce(gradient),
+             "exchange after backward": exchange_after,
+             "exchange during backward": steps_of(usual, batch)}  # fmt: skip
+    sides |= {f"buckets of {size} MiB": steps_of(ddp(bucket_cap_mb=size), batch)
+              for size in BUCKETS}
+    sides |= {
+        "sent as fp16": steps_of(with_hook(ddp(), None, default_hooks.fp16_compress_hook), batch),
+        "sent as bf16": steps_of(with_hook(ddp(), None, default_hooks.bf16_compress_hook), batch),
+        "sent by PowerSGD": steps_of(with_hook(ddp(), power, powerSGD_hook), batch),
+    }
+    found = {name: (call, 1) for name, call in sides.items()}
+    return found | {f"{n} batches, one exchange": (steps_of(ddp(), batch, n), n)
+                    for n in ACCUMULATED}
+
+
+def measure_ddp(rank, world_size, store, layers, width, rows, batches, rounds):
+    """{side: [ms of one batch in each round]}; a turn has so many batches, at least."""
+    net, batch = new_model(layers, width, rows)
+    with process_group("gloo", store, "ddp", rank, world_size):
+        timed = {}
+        for name, (call, count) in ddp_sides(net, batch).items():
+            turns = -(-batches // count)
+
+            def take_turn(call=call, count=count, turns=turns):
+                elapsed = seconds(lambda: [call() for _ in range(turns)], CPU)
+                return 1000 * elapsed / (turns * count)
+
+            timed[name] = take_turn
+        return {"ms": alternate(timed, rounds)}
+
+
+def card_bytes():
+    """What has gone through this machine's network card so far, in both directions."""
+    for line in pathlib.Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            fields = counts.split()
+            return int(fields[0]) + int(fields[8])
+    raise RuntimeError("this machine has no eth0")
+
+
+def measure_growth(rank, world_size, store, repeats, rounds):
+    """{"meeting": [...], "ms": {side: [ms in each round]}} of one number of machines."""
+    ring_all_reduce = load_script("04_collectives.py").ring_all_reduce
+    before, begin = card_bytes(), time.perf_counter()
+    with process_group("gloo", store, "growth", rank, world_size):
+        joining, traffic = time.perf_counter() - begin, card_bytes() - before
+        dist.barrier()
+        connected = time.time()
+        tensors = {size: torch.zeros(size // 4) for size in SIZES}
+        sides = {f"all-reduce of {size} bytes": lambda t=t: dist.all_reduce(t)
+                 for size, t in tensors.items()}
+
+        def step():
+            time.sleep(SLEEP)
+            dist.all_reduce(tensors[SIZES[-1]])
+
+        sides["step"] = step
+        if world_size > 1:
+            sides["ring of 04"] = lambda: ring_all_reduce(tensors[SIZES[-1]])
+        timed = {name: lambda call=call: 1000 / repeats * seconds(
+            lambda: [call() for _ in range(repeats)], CPU)
+            for name, call in sides.items()}  # fmt: skip
+        return {"joining": joining, "traffic": traffic, "connected": connected,
+                "ms": alternate(timed, rounds)}  # fmt: skip
+
+
+def fit(growth, fitted=(2, 4)):
+    """The model's (latency in ms, bandwidth in bytes a ms), from all sizes on those machines.
+
+    Least squares of the relative errors: each all-reduce counts alike, the short and the long.
+    """
+    rows = []
+    for count in fitted:
+        for size in SIZES:
+            ms = statistics.median(growth[str(count)]["ms"][f"all-reduce of {size} bytes"])
+            rows.append([2 * (count - 1) / ms, 2 * (count - 1) / count * size / ms])
+    solution = torch.linalg.lstsq(torch.tensor(rows, dtype=torch.float64),
+                                  torch.ones(len(rows), 1, dtype=torch.float64)).solution
+    latency, inverse = solution.flatten().tolist()
+    return latency, 1 / inverse
+
+
+def predicted(count, size, latency, bandwidth):
+    """ms of an all-reduce of size bytes over count machines."""
+    return 2 * (count - 1) * latency + 2 * (count - 1) / count * size / bandwidth
+
+
+def tables(figures, weights):
+    """[(title, columns, rows)]; weights: the bytes of the model of the first part."""
+    found = []
+    for rate, sides in figures["ddp"].items():
+        during = sides["exchange during backward"]
+        best = min((n for n in sides if n.startswith("buckets")),
+                   key=lambda name: statistics.median(sides[name]))
+        rows = [[f"{name} (the best)" if name == best else name, *spread(ms),
+                 *paired(ms, during)] for name, ms in sides.items()]
+        found.append((f"two machines at {rate}: ms of a batch",
+                      {"side": "", "median": ".0f", "least": ".0f", "most": ".0f",
+                       "times DDP": ".2f", "from": ".2f", "to": ".2f"}, rows))
+    rows = []
+    for rate, sides in figures["ddp"].items():
+        model = 1000 * 8 * weights / bits_per_second(rate)
+        after = [a - b for a, b in zip(sides["exchange after backward"], sides["no exchange"],
+                                       strict=True)]
+        rows.append([rate, model, *spread(sides["exchange alone"]), statistics.median(after)])
+    found.append((f"all-reduce of {weights / 1e6:.1f} MB between two machines, ms",
+                  {"rate": "", "bytes / rate": ".0f", "alone": ".0f", "least": ".0f",
+                   "most": ".0f", "after backward": ".0f"}, rows))
+
+    growth = figures["growth"]
+    base = growth["1"]["ms"]["step"]
+    columns = {"machines": "d", "to the group, s": ".1f", "joining, s": ".2f",
+               "kB while joining": ".0f", "a step, ms": ".0f", "least": ".0f", "most": ".0f",
+               "efficiency": ".2f", "04's ring / Gloo's": ".2f"}
+    rows = []
+    for count, found_here in growth.items():
+        ms = found_here["ms"]
+        ring = paired(ms["ring of 04"], ms[f"all-reduce of {SIZES[-1]} bytes"])[0] \
+            if "ring of 04" in ms else None
+        rows.append([int(count), found_here["connected"] - found_here["begin"],
+                     found_here["joining"], found_here["traffic"] / 1000, *spread(ms["step"]),
+                     paired(base, ms["step"])[0], ring])
+    title = f"machines at {figures['growth rate']}: a sleep of {1000 * SLEEP:.0f} ms, and an"
+    found.append((f"{title} all-reduce of {SIZES[-1] / 1e6:.0f} MB", columns, rows))
+
+    latency, bandwidth = fit(growth)
+    rows = []
+    for count in (2, 4, 8):
+        for size in SIZES:
+            if str(count) in growth:
+                measured = growth[str(count)]["ms"][f"all-reduce of {size} bytes"]
+                model = predicted(count, size, latency, bandwidth)
+                rows.append([f"{count}, {'predicted' if count == 8 else 'fitted'}", size / 1000,
+                             *spread(measured), model, model / statistics.median(measured) - 1])
+    found.append((f"the model: {latency:.2f} ms a message, {8 * bandwidth / 1e3:.0f} Mbit/s",
+                  {"machines": "", "kB": ".0f", "ms": ".1f", "least": ".1f", "most": ".1f",
+                   "model": ".1f", "off by": "+.0%"}, rows))
+    rows = []
+    for count in (16, 64, 256, 1024):
+        ms = predicted(count, SIZES[-1], latency, bandwidth)
+        rows.append([count, ms, 1000 * SLEEP / (1000 * SLEEP + ms)])
+    found.append(("the model's line, not measured; it knows no stragglers, shared links or trees",
+                  {"machines": "d", "all-reduce, ms": ".0f", "efficiency": ".2f"}, rows))
+    return found
+
+
+def main():
+    new = parser(__doc__, rounds=5)
+    new.add_argument("--rates", nargs="+", default=["2gbit", "1gbit", "500mbit"])
+    new.add_argument("--growth-rate", default="200mbit")
+    new.add_argument("--layers", type=number, default=12)
+    new.add_argument("--width", type=number, default=512)
+    new.add_argument("--rows", type=number, default=256, help="of a batch")
+    new.add_argument("--batches", type=number, default=10, help="of a turn; default 10")
+    new.add_argument("--machines", type=number, nargs="+", default=[1, 2, 4, 8],
+                     help="of the second part; 1, 2 and 4 must be among them")
+    args = new.parse_args()
+    if not {1, 2, 4} <= set(args.machines):
+        new.error("--machines: 1, 2 and 4, and others")
+    figures = {"ddp": {}, "growth": {}, "growth rate": args.growth_rate}
+    for rate in args.rates:
+        with machines(2, rate) as call:
+            figures["ddp"][rate] = call(measure_ddp, args.layers, args.width, args.rows,
+                                        args.batches, args.rounds)["ms"]
+    for count in args.machines:
+        with machines(count, args.growth_rate) as call:
+            figures["growth"][str(count)] = call(measure_growth, args.batches, args.rounds)
+    weights = args.layers * (args.width + 1) * args.width * 4
+    settings = {"layers": args.layers, "width": args.width, "rows": args.rows,
+                "batches": args.batches, "rounds": args.rounds, "bytes": weights}
+    finish("network", args, "cpu", settings, figures, tables(figures, weights))
+
+
+if __name__ == "__main__":
+    main()

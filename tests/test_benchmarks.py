@@ -224,7 +224,7 @@ def test_the_figures_in_the_readme_are_those_of_the_results():
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(tmp_path, name):
     command = [PYTHON, FOLDER / f"{name}.py", *SMALLEST[name], "--results-dir", tmp_path]
-    result = run(*command, cwd=tmp_path)
+    result = run(*command, cwd=tmp_path, timeout=600)
     assert result.status == 0, result.output
     found = json.loads((tmp_path / f"{name}-cpu.json").read_text())
     assert json.dumps(found) in result.output.splitlines()

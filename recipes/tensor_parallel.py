@@ -8,9 +8,9 @@
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
 
-This is tensor parallelism. The ranks (processes) of one group, "tp", hold a part of each matrix
-each, and compute the layer together, for the same rows of data. The groups take different rows.
-Along "dp", fully_shard (FSDP2) shares out over the groups what each rank still holds.
+A mesh is a table of ranks (processes). Along "tp", the ranks of a group each hold a part of every
+matrix. They compute each layer together, from the same rows of data: tensor parallelism. Along
+"dp", the groups take different rows, and fully_shard (FSDP2) spreads the weights over the groups.
 
     torchrun --standalone --nproc-per-node=4 recipes/tensor_parallel.py
 
@@ -25,16 +25,17 @@ Along "dp", fully_shard (FSDP2) shares out over the groups what each rank still 
     [rank 0/4] DDP              529664 bytes in a step of 120 rows,  529664 of 480
     [rank 0/4] FSDP2            777856 bytes in a step of 120 rows,  777856 of 480
     [rank 0/4] tensor parallel  276480 bytes in a step of 120 rows, 1105920 of 480
-    [rank 0/4] 4 ranks train like one process; 4 times the rows cost only tensor parallel 4 times the bytes
+    [rank 0/4] 4 ranks train like one process; only the bytes of tensor parallel grow with the batch
 
-All ranks of a tp group need the same rows. DistributedSampler gives other rows to each rank, unless
-you pass it num_replicas and rank: no error, a wrong gradient. A layer outside the plan trains, but
-its gradient is a plain tensor, or is on another mesh. clip_grad_norm_ then fails. Give the layer a
-place in the plan, or clip with clip_by_mesh below. DDP cannot wrap a model with split layers.
+2 x 2 is two groups of two ranks. All ranks of a group need the same rows. DistributedSampler gives
+each rank other ones, unless you pass it num_replicas and rank: no error, a wrong gradient. A layer
+outside the plan trains, but its gradient is a plain tensor, or is on another mesh. clip_grad_norm_
+then fails. Give the layer a place in the plan, or clip with clip_by_mesh below. DDP cannot wrap a
+model with split layers.
 
 The bytes are the sizes of the collectives' whole tensors. An all-reduce counts twice, since it is a
 reduce-scatter and an all-gather. DDP and FSDP2 exchange weights and gradients. Tensor parallelism
-exchanges activations, and each layer waits for them: keep a tp group on one machine's fast links.
+exchanges activations, and each layer waits for them: keep a group on one machine, with fast links.
 """
 
 import argparse
@@ -61,13 +62,13 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private; only to c
 from torch.utils._pytree import tree_leaves  # private, too
 
 # The hidden size must be a multiple of the ranks that share a layer. If it is not, torch fails with
-# "a and b must have same reduction dim".
+# "a and b must have same reduction dim". All groups take equally many rows.
 WIDTH, HIDDEN, ROWS = 64, 240, 120
 STEPS, MAX_NORM = 10, 0.1
 
 
-class Block(nn.Module):
-    """Two matrices and what is between them, as in a transformer: your block."""
+class FeedForward(nn.Module):
+    """Two matrices and what is between them, as in a transformer's block: your own block."""
 
     def __init__(self):
         super().__init__()
@@ -89,9 +90,10 @@ PLAN = BLOCKS | {"first": ColwiseParallel(output_layouts=Replicate())}
 
 
 def parallelize(model, mesh, plan=PLAN):
-    """The right way. mesh has two dimensions: dp groups of tp ranks each.
+    """The right way. model: with the same weights on all ranks; it is changed in place.
 
-    model: with the same weights on all ranks. It is changed in place. plan: has all its layers.
+    mesh: its dimensions are "dp" and "tp", in this order. The ranks of a tp group then follow each
+    other, and torchrun starts them on one machine. plan: has an entry for each layer with weights.
     """
     parallelize_module(model, mesh["tp"], plan)
     if mesh["dp"].size() > 1:  # several groups: share out between them what each rank has left
@@ -133,7 +135,8 @@ def main():
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
                             device_id=device if backend == "nccl" else None)
-    # On 2 x 2, torch notes that it gathers along one dimension, then along the other: no harm here.
+    # On 2 x 2, torch notes that it gathers along one dimension, then along the other. That does no
+    # harm. This logger's name is private.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     compare(device, world_size)
     count(device, world_size)
@@ -262,15 +265,13 @@ def count(device, world_size):
     growth = {name: many / few for name, (few, many) in found.items()}
     if growth != {"DDP": 1, "FSDP2": 1, "tensor parallel": 4}:
         raise RuntimeError(f"the bytes do not grow as this file says: {growth}")
-    log(f"{world_size} ranks train like one process; 4 times the rows cost only tensor"
-        " parallel 4 times the bytes")
-
-
+    log(f"{world_size} ranks train like one process; only the bytes of tensor parallel grow with"
+        " the batch")
 
 
 def new_model(device):
     torch.manual_seed(0)  # FSDP2 takes each rank's own weights as they are: make the same ones
-    blocks = nn.Sequential(Block(), Block())
+    blocks = nn.Sequential(FeedForward(), FeedForward())
     return nn.Sequential(OrderedDict(first=nn.Linear(WIDTH, WIDTH), blocks=blocks)).to(device)
 
 

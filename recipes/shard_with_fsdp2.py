@@ -59,8 +59,9 @@ DECAY = 0.9  # of the average of the weights; 0.999 or more for a real training
 def shard(model, mesh, **options):
     """The right way. The model's children are its blocks. Make the optimizer after this.
 
-    options: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), say, which computes in
-    bfloat16, and keeps the weights in float32.
+    options: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    say, computes in bfloat16, and keeps weights and gradients in float32. Its output is bfloat16:
+    take model(x).float() for the loss.
     """
     for block in model.children():
         fully_shard(block, mesh=mesh, **options)  # gathered and freed as one
@@ -119,7 +120,7 @@ def whole_state(model):
 
 
 def shard_root_only(model, mesh):
-    """Wrong: the whole model is one block, gathered before its first layer and freed after its last."""
+    """Wrong: the whole model is one block, gathered at once and kept to the end of backward()."""
     fully_shard(model, mesh=mesh)
 
 

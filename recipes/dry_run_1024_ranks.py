@@ -102,7 +102,7 @@ class CountCollectives(TorchDispatchMode):
         return result
 
 
-def ddp(model, fake, tensor_parallel):
+def with_ddp(model, fake, tensor_parallel):
     """Each rank keeps the whole model. fake: a FakeTensorMode, or a context that does nothing."""
     dry = dist.get_backend() == "fake"
     with fake:  # DDP makes its buckets here
@@ -121,7 +121,7 @@ def all_reduce_in_place(state, bucket):
     return future
 
 
-def fsdp2(model, fake, tensor_parallel):
+def with_fsdp2(model, fake, tensor_parallel):
     """Each rank keeps its shard of each block, and gathers a block when it needs it.
 
     Make meshes outside of "with fake": a mesh is an array of ranks, and torch reads its numbers.
@@ -132,12 +132,12 @@ def fsdp2(model, fake, tensor_parallel):
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp2_root_only(model, fake, tensor_parallel):
+def with_fsdp2_root_only(model, fake, tensor_parallel):
     """Wrong: without fully_shard() for each block, the whole model is gathered at once."""
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def fsdp2_and_tensor_parallel(model, fake, tensor_parallel):
+def with_fsdp2_and_tp(model, fake, tensor_parallel):
     """Some ranks compute each block together, on the same rows. FSDP2 shards what each has."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor_parallel, tensor_parallel),
                             mesh_dim_names=("data", "tensor"))
@@ -147,11 +147,11 @@ def fsdp2_and_tensor_parallel(model, fake, tensor_parallel):
     return fully_shard(model, mesh=mesh["data"])
 
 
-WAYS = {"DDP": ddp, "FSDP2": fsdp2, "root only": fsdp2_root_only,
-        "FSDP2 x TP": fsdp2_and_tensor_parallel}
+WAYS = {"DDP": with_ddp, "FSDP2": with_fsdp2, "root only": with_fsdp2_root_only,
+        "FSDP2 x TP": with_fsdp2_and_tp}
 
 
-def measure(way, width, blocks, rows, tensor_parallel, steps=1):
+def train_and_count(way, width, blocks, rows, tensor_parallel, steps=1):
     """Train with the group that there is, a fake or a real one.
 
     Returns ({what: bytes that this rank keeps}, [a CountCollectives for each step]).
@@ -159,7 +159,7 @@ def measure(way, width, blocks, rows, tensor_parallel, steps=1):
     """
     fake = FakeTensorMode() if dist.get_backend() == "fake" else contextlib.nullcontext()
     with fake:
-        model = nn.Sequential(*[Block(width) for _ in range(blocks)])  # your model
+        model = nn.Sequential(*[FeedForward(width) for _ in range(blocks)])  # your model
     model = WAYS[way](model, fake, tensor_parallel)
     if way == "FSDP2 x TP":
         rows *= tensor_parallel  # ranks that share their rows: the batch of all ranks is the same
@@ -184,7 +184,7 @@ def local_bytes(tensors):
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-class Block(nn.Module):
+class FeedForward(nn.Module):
     """width -> 4 * width -> width, added to the inputs."""
 
     def __init__(self, width):
@@ -213,14 +213,14 @@ def compare_with_real(rank, meeting_point):
     """In each of REAL_RANKS processes: train three real steps, then play this rank, and compare."""
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=REAL_RANKS,
                             timeout=timedelta(seconds=60))
-    real = {way: measure(way, **REAL_JOB, steps=3) for way in WAYS}
+    real = {way: train_and_count(way, **REAL_JOB, steps=3) for way in WAYS}
     gc.collect()
     dist.destroy_process_group()
 
     dist.init_process_group("fake", rank=rank, world_size=REAL_RANKS, store=FakeStore())
     log(f"{'bytes':<10} {'kept':>8} {'dry run':>8}   {'calls: bytes':>13} {'dry run':>13}")
     for way, (kept, [first, _, third]) in real.items():
-        dry_kept, [dry] = measure(way, **REAL_JOB)
+        dry_kept, [dry] = train_and_count(way, **REAL_JOB)
         log(f"{way:<10} {sum(kept.values()):>8} {sum(dry_kept.values()):>8}  "
             f" {first.calls.total():>5}: {first.bytes.total():>6}"
             f" {dry.calls.total():>5}: {dry.bytes.total():>6}")
@@ -238,7 +238,7 @@ def foretell():
     log(f"{'MB':<10} weights   grads    Adam  all-reduce  all-gather reduce-scatter at once")
     kept, step, at_once = {}, {}, {}
     for way in WAYS:
-        kept[way], [step[way]] = measure(way, **JOB)
+        kept[way], [step[way]] = train_and_count(way, **JOB)
         at_once[way] = step[way].largest["all-gather"]
         cells = [f"{size / 1e6:8.1f}" for size in kept[way].values()]
         for kind, width in (("all-reduce", 12), ("all-gather", 12), ("reduce-scatter", 15)):

@@ -108,13 +108,13 @@ def with_ddp(model, fake, tensor_parallel):
     with fake:  # DDP makes its buckets here
         # init_sync would compare and copy real numbers, which a fake model does not have.
         model = DDP(model, init_sync=not dry, gradient_as_bucket_view=True)
-    if dry:  # DDP's own all-reduce fails: it waits for a result, which the fake group never gives
+    if dry:  # DDP's own all-reduce fails: it needs a result, and the fake group gives none
         model.register_comm_hook(None, all_reduce_in_place)
     return model
 
 
 def all_reduce_in_place(state, bucket):
-    """The fake group counts the call, leaves the bucket as it is, and has no result to give."""
+    """Make the call that is counted, and give the bucket itself as the result."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import random
 import re
+import signal
 import time
 
 import pytest
@@ -30,7 +31,7 @@ def digests(result):
 
 def new_rows(result):
     """{way: (rows of the save that was cut off, rows)}"""
-    found = numbers(r"save of step \d+ cut off, (.+): (\d+) of (\d+) rows loaded are new", result)
+    found = numbers(r"save of step \d+ cut off, (.+): (\d+) of (\d+) loaded rows are new", result)
     return {way: (int(new), int(rows)) for way, new, rows in found}
 
 
@@ -69,9 +70,9 @@ def test_checkpoint_any_world_size(tmp_path):
     pytest.param("nothing was cut off", "if dist.get_rank() == 1:", "if dist.get_rank() > 9:",
                  marks=pytest.mark.long),
     pytest.param("async_save() did not save the weights",
-                 "    finish = save_shards_async(model, optimizer, step, root, group)\n",
-                 "    train(model, optimizer, step, step + 1)\n"
-                 "    finish = save_shards_async(model, optimizer, step, root, group)\n",
+                 "        saved = time.perf_counter()\n",
+                 "        saved = time.perf_counter()\n"
+                 "        train(model, optimizer, step, step + 1)\n",
                  marks=pytest.mark.long),
     pytest.param("training goes on in another way", "torch.manual_seed(step)",
                  "torch.manual_seed(step * world_size)", marks=pytest.mark.long),
@@ -87,11 +88,11 @@ def test_checkpoint_any_world_size_can_fail(tmp_path, message, old, new):
 
 # A job that goes on from what there is, and saves every step. It says what it is about to save.
 JOB = """
-import os, runpy, sys
-import torch, torch.distributed as dist
+import os, runpy, signal, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 
 recipe = runpy.run_path(sys.argv[1])
-root, way = sys.argv[2:]
+root, way, kill_at = sys.argv[2:]
 dist.init_process_group("gloo")
 model, optimizer = recipe["new_sharded"](torch.device("cpu"))
 folder, step = recipe["newest"](root), 0
@@ -101,6 +102,14 @@ if folder:
     log(f"loaded {step} {checksum(model, optimizer)}")
 group = dist.new_group(backend="gloo")
 finish = None
+write_data = dcp.FileSystemWriter.write_data
+
+def write_or_die(*args):
+    if dist.get_rank() == 1 and step == int(kill_at):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write_data(*args)
+
+dcp.FileSystemWriter.write_data = write_or_die
 while True:
     recipe["train"](model, optimizer, step, step + 1, dist.get_rank(), dist.get_world_size())
     step += 1
@@ -118,8 +127,11 @@ while True:
 
 
 @contextlib.contextmanager
-def job(folder, way, world_size):
-    """Start it; yields its processes and a function that returns what it has said so far."""
+def job(folder, way, world_size, kill_at=-1):
+    """Start it; yields its processes and a function that returns what it has said so far.
+
+    kill_at: the step of the save in which rank 1 kills itself before it writes.
+    """
     script, output = folder / "job.py", folder / "output"
     script.write_text(JOB)
     output.write_text("")
@@ -127,7 +139,7 @@ def job(folder, way, world_size):
     processes = [
         forkserver.Process(
             target=run_script,
-            args=(script, [ROOT / RECIPE, folder / "saves", way], {
+            args=(script, [ROOT / RECIPE, folder / "saves", way, kill_at], {
                 "RANK": str(rank), "WORLD_SIZE": str(world_size),
                 "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
@@ -199,24 +211,25 @@ def test_jobs_killed_at_random(tmp_path, way):
 
 
 @pytest.mark.long
-def test_kills_mix_what_is_saved_in_place(tmp_path):
-    """Rank 1 dies; the other goes on until it misses it. Some folder then holds two steps."""
-    found = []
-    for number in range(60):
-        folder = tmp_path / str(number)
+def test_a_kill_mixes_what_is_saved_in_place(tmp_path):
+    """Rank 1 is killed before it writes: what the recipe's cut_off() stands in for."""
+    ended = {}
+    for way, kill_at in (("save_shards", 4), ("save_in_place", 3)):
+        folder = tmp_path / way
         folder.mkdir()
-        with job(folder, "save_in_place", world_size=2) as (processes, said):
-            wait_until(lambda: len(said("saved")) > 0, (folder / "output").read_text)
-            time.sleep(random.Random(number).uniform(0, 0.3))
-            processes[1].kill()
-            processes[0].join(60)
-        saving = said("saving")
-        try:
-            what = opened(folder / "saves", tmp_path)
-        except Exception as error:
-            found.append(type(error).__name__)
-            continue
-        found.append("whole" if what[1] in saving.values() else "mixed")
-        if found[-1] == "mixed":
-            break
-    assert found[-1] == "mixed", found
+        with job(folder, way, world_size=2, kill_at=kill_at) as (processes, said):
+            for process in processes:  # rank 0 misses the other one, and fails
+                process.join(90)
+            assert [p.exitcode for p in processes] == [1, -signal.SIGKILL]
+            assert max(said("saving")) == kill_at and max(said("saved")) == kill_at - 1
+        ended[way] = said("saving")
+    right, wrong = tmp_path / "save_shards/saves", tmp_path / "save_in_place/saves"
+    assert loaded_from(right, tmp_path) == (3, ended["save_shards"][3])
+    mixed = opened(wrong, tmp_path)  # without an error
+    assert mixed[1] not in ended["save_in_place"].values()
+    # Both jobs take the same steps; the first one has kept the folders of the steps 2 and 3.
+    first = {}
+    for name, path in (("2", *right.glob("step_2_*")), ("3", *right.glob("step_3_*")), ("", wrong)):
+        opened(path, tmp_path)
+        first[name] = torch.load(tmp_path / "one_file.pt")["model"]["0.weight"]
+    assert torch.equal(first[""], torch.cat([first["3"][:512], first["2"][512:]]))

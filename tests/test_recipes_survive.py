@@ -3,7 +3,8 @@
 import runpy
 
 import pytest
-from support import ROOT, assert_fails, fork_ranks, numbers
+import torch.distributed as dist
+from support import ROOT, assert_fails, fork, fork_ranks, numbers, variant
 
 # ---- who_is_missing ----
 
@@ -72,3 +73,86 @@ def test_first_difference():
 ])  # fmt: skip
 def test_who_is_missing_can_fail(tmp_path, message, old, new):
     assert_fails(tmp_path, "recipes/who_is_missing.py", {old: new}, message)
+
+
+# ---- go_on_without ----
+
+SCRIPT = "recipes/go_on_without.py"
+# Process 0 gets an error in the step that the other two have taken: it is then one step behind.
+BEHIND = {
+    "        # No collective call from here to the end":
+    '        if (me, job["step"], len(members)) == (0, 4, 3):\n'
+    '            [job["store"].get(f"{other} is ahead") for other in (1, 2)]\n'
+    '            raise RuntimeError("as if")\n        # No collective call from here to the end',
+    '        job["step"] += 1\n':
+    '        job["step"] += 1\n        job["store"].set(f"{me} is ahead", "")'
+    ' if job["step"] == 5 else None\n',
+}  # fmt: skip
+
+
+def go_on(folder, changes=None, kill=1):
+    """Run the recipe, changed like this; return its result, and the figures of both ways."""
+    # Forked: test_recipes.py starts it as it stands.
+    spawn, quick = 'mp.get_context("spawn")', 'mp.get_context("fork")'
+    script = variant(folder, SCRIPT, {spawn: quick} | (changes or {}))
+    result = fork(script, "--kill", kill, cwd=folder)
+    return result, numbers(r"(\w+ \w+ \w+) +(\d+) of (\d+) rows never seen, weights off by (\S+)",
+                           result)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kill", "changes"), [
+    (0, {}), pytest.param(2, {}, marks=pytest.mark.long),
+    pytest.param(1, BEHIND, marks=pytest.mark.long),
+    pytest.param(2, BEHIND, marks=pytest.mark.long),
+])  # fmt: skip
+def test_go_on_without(tmp_path, kill, changes):
+    result, ways = go_on(tmp_path, changes, kill)
+    assert result.status == 0, result.output
+    [(died, step)] = numbers(r"rank (\d) of 3 died in step 5; .* 2 ranks go on in step (\d), .*",
+                             result)  # fmt: skip
+    assert (died, step) == (str(kill), "5")
+    (dealt, anew), (kept, old) = [(way[:3], float(way[3])) for way in ways]
+    assert dealt == ("shares dealt anew", "0", "60") and anew < 1e-6
+    assert kept == ("old shares kept", "20", "60") and old > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("message", "changes"), [
+    ("RuntimeError: the survivors did not train as one process does",
+     {"    take_steps(model, me, members, job, share)":
+      "    take_steps(model, me, members, job, old_share)"}),
+    ("RuntimeError: the survivors did not train as one process does", BEHIND | {
+        '    job["optimizer"].load_state_dict(state[0]["optimizer"])\n': ""}),
+    ("RuntimeError: the mistake does not show",
+     {"members, wrong, old_share)": "members, wrong, share)"}),
+    ('ValueError: a fault', {"            die(job)": '            raise ValueError("a fault")'}),
+    ('RuntimeError: no rank has died, but:\nTraceback',
+     {"            die(job)": '            raise RuntimeError("a fault")'}),
+])  # fmt: skip
+def test_go_on_without_can_fail(tmp_path, message, changes):
+    result, _ = go_on(tmp_path, changes)
+    assert result.status == 1, result.output
+    assert message in result.output, result.output
+    assert "error: a process has failed, see above" in result.output
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_left_out(tmp_path):
+    """It ends by itself when it comes back, and the others finish without it."""
+    result, ways = go_on(tmp_path, {
+        "    os.kill(os.getpid(), signal.SIGKILL)\n": "    time.sleep(20)\n",
+        "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"})  # fmt: skip
+    assert result.status == 0, result.output
+    assert "process 1 came too late: the others have gone on without it" in result.output
+    assert [way[1] for way in ways] == ["0", "20"]
+
+
+def test_who_is_here_is_agreed(tmp_path):
+    """The newest first; the first list stands; who comes too late finds itself left out."""
+    meet = runpy.run_path(str(ROOT / SCRIPT))["meet"]
+    meet.__globals__["WINDOW"] = 0.2  # there is nobody to wait for
+    store = dist.HashStore()
+    store.set("meeting 1/2", "5")
+    assert meet(store, 1, 0, 4, [0, 1, 2]) == [2, 0]
+    assert meet(store, 1, 1, 5, [0, 1, 2]) == [2, 0]
+    assert meet(store, 2, 0, 5, [0]) == [0], "and at once, when all are here"

@@ -5,7 +5,7 @@
         members = meet(store, meeting, me, job["step"], members)  # who is still here?
         dist.init_process_group("gloo", store=dist.PrefixStore(f"group {meeting}", store),
                                 rank=members.index(me), world_size=len(members))
-        take_newest(job)  # weights, optimizer and step of the rank that has taken the most steps
+        take_newest_state(job)  # weights, optimizer and step of the rank with the most steps
         model = DDP(job["net"])
 
 Each rank is a process. When one dies, the others get an error in the step that they share. They
@@ -110,14 +110,14 @@ def train_together(store, meeting, me, members, job):
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(f"group {meeting}", store),  # no address of the dead
         rank=members.index(me), world_size=len(members), timeout=TIMEOUT)
-    take_newest(job)
+    take_newest_state(job)
     model = DDP(job["net"])
     report(store, meeting, members, job)
     take_steps(model, me, members, job, share)
     dist.barrier()  # else a rank that has finished leaves one that has to repeat the last step
 
 
-def take_newest(job):
+def take_newest_state(job):
     """Give all ranks the state of rank 0, which has taken the most steps.
 
     When a rank dies, one survivor may have got the gradients of all and the other an error. Then

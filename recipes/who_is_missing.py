@@ -13,9 +13,9 @@ calls of each rank, its flight recorder. The first call that differs between the
 
     torchrun --standalone --nproc-per-node=2 recipes/who_is_missing.py
 
-    [rank 0/2] evaluate_on_rank_0: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce [[7]] in evaluate (who_is_missing.py, line 158)
-    [rank 0/2]   rank 1 called broadcast [[9]] in evaluate_on_rank_0 (who_is_missing.py, line 140)
+    [rank 0/2] validate_on_rank_0: call 4 is the first that differs
+    [rank 0/2]   rank 0 called all_reduce [[7]] in validate (who_is_missing.py, line 158)
+    [rank 0/2]   rank 1 called broadcast [[9]] in validate_on_rank_0 (who_is_missing.py, line 140)
     [rank 0/2] all that the error says: Timed out waiting 1000ms for recv operation to complete
     [rank 0/2] stuck_in_loader: call 4 is the first that differs
     [rank 0/2]   rank 0 called all_reduce [[4]] in average_gradients (who_is_missing.py, line 154)
@@ -131,12 +131,12 @@ def describe(number, calls):
     return lines
 
 
-def evaluate_on_rank_0(group, folder):
-    """A classic mistake: rank 0 alone evaluates, and evaluate() makes a collective call."""
+def validate_on_rank_0(group, folder):
+    """A classic mistake: rank 0 alone validates, and validate() makes a collective call."""
     for _ in range(3):
         average_gradients(group)
     if dist.get_rank() == 0:
-        evaluate(group)
+        validate(group)
     dist.broadcast(torch.ones(9), src=0, group=group)  # the others wait here for rank 0
 
 
@@ -154,7 +154,7 @@ def average_gradients(group):
     dist.all_reduce(torch.ones(4), group=group)
 
 
-def evaluate(group):
+def validate(group):
     dist.all_reduce(torch.ones(7), group=group)
 
 
@@ -170,11 +170,11 @@ def main():
 
 
 def show_both(folder):
-    error, number, calls = hang(evaluate_on_rank_0, folder)
+    error, number, calls = hang(validate_on_rank_0, folder)
     log(f"all that the error says: {error}")
     others = [calls.get(rank) for rank in range(1, dist.get_world_size())]
-    if number != 4 or not (is_call(calls.get(0), "all_reduce", "evaluate") and all(
-            is_call(call, "broadcast", "evaluate_on_rank_0") for call in others)):
+    if number != 4 or not (is_call(calls.get(0), "all_reduce", "validate") and all(
+            is_call(call, "broadcast", "validate_on_rank_0") for call in others)):
         raise RuntimeError(f"the call that rank 0 made alone is not found: {number}, {calls}")
 
     error, number, calls = hang(stuck_in_loader, folder)

@@ -19,8 +19,8 @@ def test_who_is_missing(tmp_path):
     lines = (ROOT / "recipes/who_is_missing.py").read_text().splitlines()
     called = [lines[int(call[-1]) - 1].split("(")[0].strip() for call in found]
     assert [call[:-1] for call in found] == [
-        ("0", "all_reduce", "7", "evaluate"), ("1", "broadcast", "9", "evaluate_on_rank_0"),
-        ("2", "broadcast", "9", "evaluate_on_rank_0"),
+        ("0", "all_reduce", "7", "validate"), ("1", "broadcast", "9", "validate_on_rank_0"),
+        ("2", "broadcast", "9", "validate_on_rank_0"),
         ("0", "all_reduce", "4", "average_gradients"),
         ("1", "all_reduce", "4", "average_gradients")]  # fmt: skip
     assert called == [f"dist.{kind}" for _, kind, _, _, _ in found]
@@ -61,11 +61,11 @@ def test_first_difference():
 
 
 @pytest.mark.parametrize(("message", "old", "new"), [
-    ("the call that rank 0 made alone is not found", "if dist.get_rank() == 0:\n        eval",
-     "if True:\n        eval"),
+    ("the call that rank 0 made alone is not found", "if dist.get_rank() == 0:\n        val",
+     "if True:\n        val"),
     pytest.param("the call that rank 0 made alone is not found",
                  'not frame["filename"].startswith(TORCH)', "frame", marks=pytest.mark.long),
-    pytest.param("no calls of the group 'evaluate_on_rank_0' in the records",
+    pytest.param("no calls of the group 'validate_on_rank_0' in the records",
                  "def main():\n", 'def main():\n    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"\n',
                  marks=pytest.mark.long),
     pytest.param("the rank that is missing is not found", "            return\n", "",

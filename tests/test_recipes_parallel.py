@@ -6,7 +6,8 @@ from support import assert_fails, fork_ranks, numbers
 # ---- tensor_parallel ----
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_tensor_parallel(tmp_path, world_size):
     result = fork_ranks("recipes/tensor_parallel.py", cwd=tmp_path, world_size=world_size)
     assert result.status == 0, result.output

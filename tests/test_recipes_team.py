@@ -167,7 +167,7 @@ def test_send_fewer_bytes(tmp_path):
         "local SGD, rank 0's weights": 7 * weights / 1e6}, abs=0.005)  # fmt: skip
     loss = {name: value for name, (_, value) in found.items()}
     assert loss["exact"] == pytest.approx(loss["bfloat16"], rel=0.01) and loss["exact"] < 0.1
-    assert loss["PowerSGD"] < 0.1 and loss["PowerSGD, no error feedback"] > 0.1
+    assert loss["PowerSGD"] < 0.12 and loss["PowerSGD, no error feedback"] > 0.12
 
 
 FEWER, ORDER = "the bytes are not as few as this file", "the losses do not order as this file"

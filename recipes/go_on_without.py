@@ -29,8 +29,8 @@ All survivors go on from one state, that of the rank with the most steps. The pr
 must live. A rank that hangs counts as dead after the timeout, and ends when it comes back.
 
 This file is for Gloo, and always runs on the CPU. NCCL was not tried: there torch by default ends
-the process after a failure, so the group has to be aborted first. torchft (not run here) is made for
-this. By its documentation, it finds dead ranks by heartbeats, and lets new ones join.
+the process after a failure, so the group has to be aborted first. torchft (not run here) is made
+for this. By its documentation, it finds dead ranks by heartbeats, and lets new ones join.
 """
 
 import argparse

@@ -22,8 +22,8 @@ model, how much memory each rank (process) needs, and the pipeline at work:
     [rank 0/4] 2 replicas of each stage are identical, sha256 e7c69206c97e, 11148062c836
 
 In the bubble a stage has nothing to do yet, or nothing any more. (These four processes share two
-cores, so a stage also waits for a core.) New here: a model on two devices, meshes, pipelines. If a
-single layer is too big for a device, you need tensor parallelism or FSDP, which are not shown here.
+cores, so a stage also waits for a core.) New here: a model on two devices, meshes, pipelines. For a
+single layer that is too big for a device: recipes/tensor_parallel.py, recipes/shard_with_fsdp2.py.
 """
 
 import argparse

@@ -11,6 +11,9 @@ RECIPES = sorted(ROOT.glob("recipes/*.py"))
 NAMES = [path.stem for path in RECIPES]
 # What a recipe leaves in the reader's folder because its docstring says so.
 LEFT = {"train_by_steps": {"snapshot.pt", "snapshot.pt.lock"}}
+# They start processes anew, which takes ten seconds and more. In plain pytest, their own tests run
+# them in forked processes.
+SLOW = {"dry_run_1024_ranks", "go_on_without"}
 
 
 def docstring(name):
@@ -37,7 +40,9 @@ def shown_output(name):
     return re.findall(r"^    (\[rank \d+/\d+\] .+)$", docstring(name), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES
+])  # fmt: skip
 def test_prints_what_its_docstring_shows(tmp_path, name):
     result = launch(name, tmp_path)
     assert result.status == 0, result.output

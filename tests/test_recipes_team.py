@@ -153,20 +153,21 @@ def test_weights_to_serve_can_fail(tmp_path, message, old, new):
 # ---- send_fewer_bytes ----
 
 
+@pytest.mark.long
 def test_send_fewer_bytes(tmp_path):
     result = fork_ranks("recipes/send_fewer_bytes.py", cwd=tmp_path)
     found = {name: (float(sent), float(loss)) for name, sent, loss in numbers(
         r"(\S.*?) +(\S+) MB sent, loss (\S+)", result)}  # fmt: skip
     weights = 4 * (256 * 512 + 512 + 512 * 256 + 256)
     thin = 4 * (2 * (512 + 256) * 4 + 512 + 256)  # two matrices of rank 4, and the biases
-    power = 10 * weights + 90 * thin
+    power = 10 * weights + 50 * thin
     assert {name: sent for name, (sent, _) in found.items()} == pytest.approx({
-        "exact": 100 * weights / 1e6, "bfloat16": 50 * weights / 1e6, "PowerSGD": power / 1e6,
-        "local SGD": 13 * weights / 1e6, "PowerSGD, no error feedback": power / 1e6,
-        "local SGD, rank 0's weights": 12 * weights / 1e6}, abs=0.005)  # fmt: skip
+        "exact": 60 * weights / 1e6, "bfloat16": 30 * weights / 1e6, "PowerSGD": power / 1e6,
+        "local SGD": 8 * weights / 1e6, "PowerSGD, no error feedback": power / 1e6,
+        "local SGD, rank 0's weights": 7 * weights / 1e6}, abs=0.005)  # fmt: skip
     loss = {name: value for name, (_, value) in found.items()}
     assert loss["exact"] == pytest.approx(loss["bfloat16"], rel=0.01) and loss["exact"] < 0.1
-    assert loss["PowerSGD"] < 0.1 and loss["PowerSGD, no error feedback"] > 0.1
+    assert loss["PowerSGD"] < 0.12 and loss["PowerSGD, no error feedback"] > 0.12
 
 
 FEWER, ORDER = "the bytes are not as few as this file", "the losses do not order as this file"

@@ -1,0 +1,382 @@
+"""How do I save a sharded model so that any number of ranks can load it?
+
+    dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)  # all ranks; a new folder
+    move_pointer(root, folder)  # only now: a small file in root names the newest whole folder
+    ...  # later, with a new model and optimizer, on any number of ranks:
+    state = state_of(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=newest(root))
+    set_state_dict(model, optimizer, model_state_dict=state["model"],
+                   optim_state_dict=state["optimizer"])
+
+With fully_shard() (FSDP2), each rank (process) keeps one part of every weight, a shard. Here dcp is
+torch.distributed.checkpoint. Every rank saves its shards, and a table says where each one belongs.
+Later, every rank reads what its own shards need, however many ranks there are.
+
+    torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py
+
+    [rank 0/2] step 10, saved by 2 ranks: sha256 d73c581c4cd2
+    [rank 0/2] in one file, by torch.load(): weights differ by 0.0e+00
+    [rank 0/2] step 10, loaded by 1 rank:  sha256 d73c581c4cd2
+    [rank 0/2] 10 steps more: off by 5.3e-06 on 1 rank, by 5.3e-06 on 2 ranks
+    [rank 0/2] save():       training waits 0.048 s (median of 3, as below)
+    [rank 0/2] async_save(): training waits 0.008 s, and the save is done after 0.064 s
+    [rank 0/2] save of step 24 cut off, new folders: 0 of 1024 loaded rows are new
+    [rank 0/2] save of step 24 cut off, same folder: 512 of 1024 loaded rows are new
+    [rank 0/2] saved on 2 ranks, loaded on 1: the same, and of one step
+
+With --folder, a run goes on where the last one ended. Save with 2 ranks and load with 3: both show
+the same sha256 for step 10.
+
+    torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py --folder saves
+    torchrun --standalone --nproc-per-node=3 recipes/checkpoint_any_world_size.py --folder saves
+
+A save that is killed has not written all shards. If you always save into the same folder, the old
+ones are still in their place, and the mix loads without an error. torch.save(model.state_dict())
+on rank 0 loses the shards of all other ranks.
+"""
+
+import argparse
+import gc
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+ROWS, STEPS = 24, 10  # rows of a step over all ranks; steps before the save, and after it
+
+
+def save_shards(model, optimizer, step, root):
+    """The right way: save into a folder that is new, and move the pointer last.
+
+    root: a folder that all ranks see, on all machines. One job at a time saves in it.
+    """
+    folder = new_folder(root, step)
+    dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)
+    move_pointer(root, folder)  # dcp.save() returns when all ranks have written and flushed
+
+
+def state_of(model, optimizer, step):
+    """All that a later job needs: the shards of this rank, not copied, and plain values."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "step": step}
+
+
+def new_folder(root, step):
+    """Return the path of an empty folder in root, the same on every rank."""
+    path = [None]
+    if dist.get_rank() == 0:
+        os.makedirs(root, exist_ok=True)
+        # A name that nothing has: a killed job may have left a folder for the same step.
+        path = [tempfile.mkdtemp(prefix=f"step_{step}_", dir=root)]
+    dist.broadcast_object_list(path)
+    return path[0]
+
+
+def move_pointer(root, folder):
+    """Make this folder the newest one, and remove all others but the one before."""
+    if dist.get_rank() == 0:
+        keep = {os.path.basename(path) for path in (newest(root), folder) if path}
+        pointer = os.path.join(root, "latest")
+        with open(f"{pointer}.tmp", "w") as file:
+            file.write(os.path.basename(folder))
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a power cut can leave an empty file
+        os.replace(f"{pointer}.tmp", pointer)  # a reader finds the old name or the new one, whole
+        # Only now: until here, the folder before was the one to load.
+        for name in os.listdir(root):
+            if name.startswith("step_") and name not in keep:
+                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+    dist.barrier()  # otherwise another rank could still read the old name
+
+
+def newest(root):
+    """Return the path of the newest whole folder, or None if there is none yet."""
+    try:
+        with open(os.path.join(root, "latest")) as file:
+            return os.path.join(root, file.read())
+    except FileNotFoundError:
+        return None
+
+
+def load_folder(model, optimizer, folder, group=None):
+    """Fill a model and an optimizer that have not trained yet; return the step of the save.
+
+    group: the ranks that load together; all by default. Their number does not matter.
+    """
+    # What to load, and into which shards. For a new optimizer, get_state_dict() makes the moments
+    # by a step that changes no weight, but counts: call it only if there is something to load.
+    state = state_of(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=state["model"],
+                   optim_state_dict=state["optimizer"])
+    return state["step"]
+
+
+def save_shards_async(model, optimizer, step, root, group):
+    """The right way while training goes on. Return a function: call it before the next save.
+
+    group: dist.new_group(backend="gloo"), made once. A thread saves while the main thread trains.
+    In one group of Gloo, one thread gets the other's messages, and the job aborts or hangs.
+    """
+    folder = new_folder(root, step)
+    pending = dcp.async_save(state_of(model, optimizer, step), checkpoint_id=folder,
+                             process_group=group)
+    # The shards have been copied to the CPU by now. From here on, the optimizer may change them.
+
+    def finish():
+        pending.result()  # waits; an error of the thread is raised here, and nowhere else
+        move_pointer(root, folder)
+
+    return finish
+
+
+def save_in_place(model, optimizer, step, folder):
+    """Wrong: the same folder each time. A save that does not end leaves old and new shards."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # torch does warn
+        dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)
+
+
+def main():
+    args = parse_args()
+    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60),
+                            device_id=device if backend == "nccl" else None)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)  # all ranks use the folder of rank 0
+        show_all(device, args.folder or os.path.join(shared[0], "saves"), shared[0])
+        dist.barrier()  # before rank 0 removes it
+    gc.collect()  # otherwise what is left of the model can abort the process at its exit
+    dist.destroy_process_group()
+
+
+def show_all(device, root, scratch):
+    """root: where this job loads and saves. scratch: a folder for all that is only shown."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = new_sharded(device)
+    start = load_folder(model, optimizer, newest(root)) if newest(root) else 0
+    if start:
+        log(f"step {start}, loaded by {world_size} ranks: sha256 {checksum(model, optimizer)}")
+    step = start + STEPS
+    train(model, optimizer, start, step, rank, world_size)
+    save_shards(model, optimizer, step, root)
+    log(f"step {step}, saved by {world_size} ranks: sha256 {checksum(model, optimizer)}")
+    show_one_file(model, newest(root), os.path.join(scratch, "one_file.pt"))
+    show_one_rank(model, optimizer, step, newest(root))
+    show_async(model, optimizer, step + STEPS, scratch)
+    show_cut_off(model, optimizer, step + STEPS + 3, scratch)
+
+
+def show_one_file(model, folder, path):
+    """Make the one file that a process without ranks opens."""
+    expected = flat_weights(model)  # on every rank: each one sends its shards to the others
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(folder, path)  # asks no other rank: any process can do it, at any time
+        single, _ = new_model("cpu")
+        single.load_state_dict(torch.load(path)["model"])
+        off = (flat_weights(single) - expected.cpu()).abs().max().item()
+        log(f"in one file, by torch.load(): weights differ by {off:.1e}")
+        if off > 0:
+            raise RuntimeError("the one file does not hold the weights")
+
+
+def show_one_rank(model, optimizer, step, folder):
+    """Load the folder on each rank alone. Then train on: all ranks together, and each alone."""
+    rank, world_size, device = dist.get_rank(), dist.get_world_size(), model[0].weight.device
+    alone, _ = dist.new_subgroups(group_size=1)  # for each rank, a group of which it is all
+    single, its_optimizer = new_model(device)
+    loaded = load_folder(single, its_optimizer, folder, alone)
+    digest = checksum(single, its_optimizer)
+    log(f"step {loaded}, loaded by 1 rank:  sha256 {digest}")
+    if (loaded, digest) != (step, checksum(model, optimizer)):
+        raise RuntimeError("one rank did not load what all ranks have saved")
+
+    before = flat_weights(model)
+    train(single, its_optimizer, step, step + STEPS)
+    train(model, optimizer, step, step + STEPS, rank, world_size)
+    never_stopped, other_optimizer = new_model(device)  # in one process, and never loaded
+    train(never_stopped, other_optimizer, 0, step + STEPS)
+    expected = flat_weights(never_stopped)
+    off = [((flat_weights(trained) - expected).norm() / (expected - before).norm()).item()
+           for trained in (single, model)]
+    log(f"{STEPS} steps more: off by {off[0]:.1e} on 1 rank, by {off[1]:.1e} on {world_size} ranks")
+    if max(off) > 1e-3:
+        raise RuntimeError("training goes on in another way than in a process that never stopped")
+
+
+def show_async(model, optimizer, first, root):
+    """Log for how long training stands still; check that it may go on while a thread saves."""
+    group, seconds = dist.new_group(backend="gloo"), []
+    for step in range(first, first + 3):
+        digest, start = checksum(model, optimizer), time.perf_counter()
+        save_shards(model, optimizer, step, os.path.join(root, "not_async"))
+        saved = time.perf_counter()
+        finish = save_shards_async(model, optimizer, step, root, group)
+        copied = time.perf_counter()
+        train(model, optimizer, step, step + 1, dist.get_rank(), dist.get_world_size())
+        finish()
+        seconds.append([saved - start, copied - saved, time.perf_counter() - saved])
+    medians = torch.tensor(seconds).median(dim=0).values.tolist()
+    log(f"save():       training waits {medians[0]:.3f} s (median of 3, as below)")
+    log(f"async_save(): training waits {medians[1]:.3f} s, and the save is done after"
+        f" {medians[2]:.3f} s")
+    loaded, its_optimizer = new_sharded(model[0].weight.device)
+    load_folder(loaded, its_optimizer, newest(root))
+    if checksum(loaded, its_optimizer) != digest:
+        raise RuntimeError("async_save() did not save the weights that it was called with")
+
+
+def show_cut_off(model, optimizer, step, root):
+    """Cut a save off in each way. Then count the rows of the first weight that are new."""
+    same, later, rows = os.path.join(root, "same"), step + 1, {}
+    save_shards(model, optimizer, step, root)
+    save_in_place(model, optimizer, step, same)
+    train(model, optimizer, step, later, dist.get_rank(), dist.get_world_size())
+    cut_off(save_shards, model, optimizer, later, root)
+    cut_off(save_in_place, model, optimizer, later, same)
+    for name, folder in (("new folders", newest(root)), ("same folder", same)):
+        loaded, its_optimizer = new_sharded(model[0].weight.device)
+        load_folder(loaded, its_optimizer, folder)
+        new = first_weight(loaded) == first_weight(model)
+        rows[name] = new.all(dim=1).sum().item()
+        log(f"save of step {later} cut off, {name}: {rows[name]} of {len(new)} loaded rows are new")
+    if rows["new folders"] > 0:
+        raise RuntimeError("with new folders and a pointer, a save that was cut off is loaded")
+    if not 0 < rows["same folder"] < len(new):
+        raise RuntimeError("the mistake does not show what this file says")
+    log(f"saved on {dist.get_world_size()} ranks, loaded on 1: the same, and of one step")
+
+
+def cut_off(way, *args):
+    """Save as in a job that is killed when all ranks but rank 1 have written.
+
+    Rank 1 raises an error in place of its writing: a real kill would end this run. The files are
+    the same.
+    """
+    write_data = dcp.FileSystemWriter.write_data
+
+    def write_or_fail(self, *args):
+        if dist.get_rank() == 1:
+            raise OSError("rank 1 is killed here")
+        return write_data(self, *args)
+
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", write_or_fail):
+        try:
+            way(*args)
+        except dcp.CheckpointException:  # on every rank; "except Exception" would not catch it
+            return
+    raise RuntimeError("nothing was cut off")
+
+
+def train(model, optimizer, first, last, rank=0, world_size=1):
+    """Take the steps first + 1 to last. The rows of a step depend on its number only."""
+    for step in range(first + 1, last + 1):
+        torch.manual_seed(step)
+        inputs, targets = torch.randn(2, ROWS, 256).to(model[0].weight.device)[:, rank::world_size]
+        optimizer.zero_grad()
+        # fully_shard() averages gradients over the ranks. A sum times the ranks over all rows
+        # gives the mean over all rows, also if some ranks have one row more than others.
+        losses = (model(inputs) - targets).square().mean(dim=1)
+        (losses.sum() * world_size / ROWS).backward()
+        optimizer.step()
+
+
+def new_sharded(device):
+    """The model cut into shards, one of each weight for each rank; and an optimizer for them."""
+    model, _ = new_model(device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def new_model(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def first_weight(model):
+    return whole_state(model)[0]["0.weight"]
+
+
+def flat_weights(model):
+    return torch.cat([weight.flatten() for weight in whole_state(model)[0].values()])
+
+
+def checksum(model, optimizer):
+    """The sha256 of all weights, moments and counts of steps, however they are sharded."""
+    weights, state = whole_state(model, optimizer)
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        for tensor in (weights[name], *dict(sorted(state["state"][name].items())).values()):
+            digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def whole_state(model, optimizers=()):
+    """The state with whole tensors, on every rank: for small models only."""
+    return get_state_dict(model, optimizers, options=StateDictOptions(full_state_dict=True))
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
+        return torch.device("cpu"), "gloo"
+    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def parse_args():
+    """Return the arguments; stop if the way of starting cannot work."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("--folder", help="load from it, and save in it; a temporary one by default")
+    args = parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
+             " with CUDA_VISIBLE_DEVICES= in front")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""How can the other ranks go on when one has died, without a restart?
+
+    except RuntimeError:  # from a collective call: a rank has died
+        leave_group()
+        members = meet(store, meeting, me, job["step"], members)  # who is still here?
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"group {meeting}", store),
+                                rank=members.index(me), world_size=len(members))
+        take_newest_state(job)  # weights, optimizer and step of the rank with the most steps
+        model = DDP(job["net"])
+
+Each rank is a process. When one dies, the others get an error in the step that they share. They
+agree in a store, held by a process that does not train, on who is left. They make a new group, and
+repeat the step with its whole batch.
+
+    python recipes/go_on_without.py
+
+    [rank 0/3] 3 ranks start, 4 of 12 rows each
+    [rank 0/2] rank 1 of 3 died in step 5; 3.3 s later, 2 ranks go on in step 5, 6 of 12 rows each
+    [rank 0/2] shares dealt anew  0 of 60 rows never seen, weights off by 1.8e-07
+    [rank 0/2] old shares kept   20 of 60 rows never seen, weights off by 2.4e-02
+    [rank 0/2] 10 steps with 3 ranks, then 2: the weights of one process, up to rounding
+
+Unlike with a restart, no process starts anew, no snapshot is read, and at most the work of one step
+is lost. But the survivors must deal out the batch anew. To keep the old shares is a common mistake:
+there is no error, and the dead rank's rows are lost in every step. An error without a death is a
+fault of the program or of the network. Then the job has to end, as it does here.
+
+All survivors go on from one state, that of the rank with the most steps. The process with the store
+must live. A rank that hangs counts as dead after the timeout, and ends when it comes back.
+
+This file is for Gloo, and always runs on the CPU. NCCL was not tried: there torch by default ends
+the process after a failure, so the group has to be aborted first. torchft (not run here) is made
+for this. By its documentation, it finds dead ranks by heartbeats, and lets new ones join.
+"""
+
+import argparse
+import copy
+import gc
+import itertools
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+RANKS, STEPS, BATCH = 3, 10, 12  # BATCH: rows a step over all ranks; 3, 2 and 1 divide it
+KILL_STEP = 5
+START = 60  # seconds within which all processes have to come to the first meeting
+TIMEOUT = timedelta(seconds=10)  # a rank that makes the others wait for longer is a failure, too
+# Who comes to a later meeting more than this after the first is left out. Yours has to be longer
+# than the time between two collective calls: only there a survivor notices that a rank has died.
+WINDOW = 2  # seconds
+
+
+def train(me, store, job):
+    """The right way: train in one group after the other, until one of them finishes.
+
+    me: the number of this process, which it keeps. Its rank is its place among the members.
+    job: {"net", "optimizer", "step": the steps taken, ...}.
+    Return the members of the last group; None if the others have gone on without this process.
+    """
+    members, fault = list(range(RANKS)), None
+    for meeting in itertools.count():
+        found = meet(store, meeting, me, job["step"], members)
+        if me not in found:
+            return None  # the others took this process for dead, and are steps ahead
+        if fault and len(found) == len(members):  # also an error in your model comes to this line
+            raise RuntimeError(f"no rank has died, but:\n{fault}")
+        job["gone"], members = sorted(set(members) - set(found)), found
+        try:
+            train_together(store, meeting, me, members, job)
+            return members
+        except RuntimeError:
+            fault = traceback.format_exc()  # as a text: the exception itself would keep DDP alive
+        leave_group()
+
+
+def meet(store, meeting, me, step, expected):
+    """Agree on who is here. Return the members, those with the most steps first.
+
+    All survivors get the same list, and one that comes too late gets a list without itself. Raise
+    RuntimeError if somebody is missing at the first meeting, or if the store is gone.
+    """
+    store = dist.PrefixStore(f"meeting {meeting}", store)
+    store.set(str(me), str(step))
+    here = [str(member) for member in expected]
+    deadline = time.monotonic() + (WINDOW if meeting else START)
+    while not store.check(here) and time.monotonic() < deadline:
+        time.sleep(0.01)  # store.wait() would print warnings when somebody does not come
+    here = [member for member in here if store.check([member])]
+    if meeting == 0 and len(here) < len(expected):
+        raise RuntimeError(f"of {expected}, only {here} have come to the start")
+    here.sort(key=lambda member: -int(store.get(member)))
+    # Two survivors can see different lists here. The store keeps the first one, for all.
+    here = store.compare_set("members", "", " ".join(here))
+    return [int(member) for member in here.split()]
+
+
+def train_together(store, meeting, me, members, job):
+    """Train to the end in a group of the members. Raise RuntimeError when one of them dies."""
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(f"group {meeting}", store),  # no address of the dead
+        rank=members.index(me), world_size=len(members), timeout=TIMEOUT)
+    take_newest_state(job)
+    model = DDP(job["net"])
+    report(store, meeting, members, job)
+    take_steps(model, me, members, job, share)
+    dist.barrier()  # else a rank that has finished leaves one that has to repeat the last step
+
+
+def take_newest_state(job):
+    """Give all ranks the state of rank 0, which has taken the most steps.
+
+    When a rank dies, one survivor may have got the gradients of all and the other an error. Then
+    the first is one step ahead. No further call before optimizer.step() would rule that out: it
+    could fail in the same way. So the newest state counts: it has the gradients of all ranks.
+    """
+    state = [{"net": job["net"].state_dict(), "optimizer": job["optimizer"].state_dict(),
+              "step": job["step"]}]
+    dist.broadcast_object_list(state, src=0)
+    # All of it has come: if rank 0 dies now, the state here is not half old and half new.
+    job["net"].load_state_dict(state[0]["net"])
+    job["optimizer"].load_state_dict(state[0]["optimizer"])
+    job["step"] = state[0]["step"]
+
+
+def take_steps(model, me, members, job, share):
+    while job["step"] < STEPS:
+        rows = share(me, members)
+        job["optimizer"].zero_grad()  # also what a failed step has left behind
+        if (me, job["step"]) == job["kill"]:
+            die(job)
+        loss_of(model, batch_of(job["step"])[rows]).backward()  # an error if a rank is gone
+        # No collective call from here to the end: the step is taken as a whole or not at all.
+        job["optimizer"].step()
+        job["seen"] += [(job["step"], row) for row in rows]
+        job["step"] += 1
+
+
+def share(me, members):
+    """Right: the rows of the batch, dealt out to the members."""
+    return range(members.index(me), BATCH, len(members))
+
+
+def old_share(me, members):
+    """Wrong: each keeps the rows that it had with all ranks. Nobody takes those of the dead."""
+    return range(me, BATCH, RANKS)
+
+
+def leave_group():
+    """Free this process from a broken group, so that it can join another."""
+    gc.collect()  # what is left of DDP would keep the old group alive
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main():
+    args = parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # mp.spawn and torchrun would end all processes when one dies.
+    processes = [mp.get_context("spawn").Process(
+        target=worker, args=(me, store.port, args.kill), daemon=True) for me in range(RANKS)]
+    for process in processes:
+        process.start()
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(running):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode > 0:  # not a signal but an exception: a fault of the program
+                stop("a process has failed, see above", status=1)  # and end the others
+    if not store.check(["finished"]):
+        raise RuntimeError("no process has finished")
+
+
+def worker(me, port, kill):
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False,
+                          timeout=timedelta(seconds=START))
+    job = new_job()
+    job["kill"], job["store"] = (kill, KILL_STEP), store
+    members = train(me, store, job)
+    if members:
+        compare(me, members, job)
+        store.set("finished", "")
+        leave_group()
+    else:
+        print(f"process {me} came too late: the others have gone on without it", file=sys.stderr)
+
+
+def report(store, meeting, members, job):
+    """Log the members of a new group; keep the state from which they go on, to compare with."""
+    shares = f"{BATCH // len(members)} of {BATCH} rows each"
+    if meeting == 0:
+        log(f"{len(members)} ranks start, {shares}")
+        return
+    job["went_on_with"] = copy.deepcopy((job["net"], job["optimizer"].state_dict(), job["step"]))
+    seconds = time.monotonic() - float(store.get("died"))
+    log(f"rank {job['gone'][0]} of {RANKS} died in step {KILL_STEP}; {seconds:.1f} s later,"
+        f" {len(members)} ranks go on in step {job['step']}, {shares}")
+
+
+def compare(me, members, job):
+    plain = new_job()  # one process, which takes all rows of each batch
+    for step in range(STEPS):
+        plain["optimizer"].zero_grad()
+        loss_of(plain["net"], batch_of(step)).backward()
+        plain["optimizer"].step()
+
+    # The wrong way, from the state in which the survivors went on.
+    wrong = new_job()
+    wrong["net"], optimizer, first = job["went_on_with"]
+    wrong["optimizer"] = new_optimizer(wrong["net"])
+    wrong["optimizer"].load_state_dict(optimizer)
+    wrong["step"] = first
+    take_steps(DDP(wrong["net"]), me, members, wrong, old_share)
+
+    rows, lost, off = (STEPS - first) * BATCH, {}, {}
+    for way, done in [("shares dealt anew", job), ("old shares kept", wrong)]:
+        seen = {row for rows in gathered(done["seen"]) for row in rows if row[0] >= first}
+        lost[way] = rows - len(seen)
+        off[way] = max((a - b).abs().max().item() for a, b in zip(
+            done["net"].parameters(), plain["net"].parameters(), strict=True))
+        log(f"{way:<17} {lost[way]:>2} of {rows} rows never seen, weights off by {off[way]:.1e}")
+    if lost["shares dealt anew"] or off["shares dealt anew"] > 1e-6:
+        raise RuntimeError("the survivors did not train as one process does")
+    if not (lost["old shares kept"] and off["old shares kept"] > 1e-4):
+        raise RuntimeError("the mistake does not show what this file says")
+    log(f"{STEPS} steps with {RANKS} ranks, then {len(members)}: the weights of one process, up to"
+        " rounding")
+
+
+def new_job():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    return {"net": net, "optimizer": new_optimizer(net), "step": 0, "kill": None, "seen": []}
+
+
+def new_optimizer(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch_of(step):
+    """The rows of a step depend on its number alone: so a step can be repeated."""
+    return torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, rows):
+    return (model(rows) - 1).square().mean()  # the shares are of one size
+
+
+def die(job):
+    job["store"].set("died", str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+def gathered(value):
+    """Return every rank's value, in rank order. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
+    return values
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("--kill", type=int, default=1, choices=range(RANKS), metavar="RANK",
+                        help="which rank dies (default: %(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

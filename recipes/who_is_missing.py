@@ -1,0 +1,273 @@
+"""My job hangs until its timeout: which rank is missing, and in which line?
+
+    try:
+        train()
+    finally:
+        save_record(folder)  # each rank (process) writes its own file; all can reach the folder
+    # Then, in any process:
+    print(*describe(*first_difference(load_records(folder, world_size))), sep="\n")
+
+The ranks wait for each other in collective calls (all_reduce, broadcast, ...). The error of a
+timeout names neither the rank that is missing nor a line. But torch keeps a record of the last 2000
+calls of each rank, its flight recorder. The first call that differs between the ranks is the fault.
+
+    torchrun --standalone --nproc-per-node=2 recipes/who_is_missing.py
+
+    [rank 0/2] validate_on_rank_0: call 4 is the first that differs
+    [rank 0/2]   rank 0 called all_reduce [[7]] in validate (who_is_missing.py, line 158)
+    [rank 0/2]   rank 1 called broadcast [[9]] in validate_on_rank_0 (who_is_missing.py, line 140)
+    [rank 0/2] all that the error says: Timed out waiting 1000ms for recv operation to complete
+    [rank 0/2] stuck_in_loader: call 4 is the first that differs
+    [rank 0/2]   rank 0 called all_reduce [[4]] in average_gradients (who_is_missing.py, line 154)
+    [rank 0/2]   rank 1 made 3 calls, and no call 4
+    [rank 0/2] both faults found: the ranks, and the function and line of each call
+
+Do not gather the records with a collective call: the group is broken. Files need none. The record
+of Gloo lacks dist.send and dist.recv. A rank that hangs outside torch for good writes no file. To
+see its line, call faulthandler.dump_traceback_later(seconds) of Python on each rank.
+
+TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it adds calls to each call,
+and with Gloo it crashes DistributedDataParallel (DDP) on CPUs.
+
+NCCL (read, not run) writes its records by itself at a timeout, if you set for all ranks
+TORCH_FR_DUMP_TEMP_FILE=/shared/fr_; then "torchfrtrace /shared -p fr_" compares them. It does not
+read Gloo's (KeyError, torch 2.11 and 2.15).
+"""
+
+import argparse
+import linecache
+import os
+import pickle
+import sys
+import tempfile
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d  # private: torch has no public function for the record
+
+TIMEOUT = timedelta(seconds=1)  # for the demonstration; yours is that of init_process_group()
+TORCH = os.path.dirname(torch.__file__)
+
+
+def save_record(folder):
+    """Write this rank's record to a file. Works after an error, too, and without the other ranks.
+
+    The default is the last 2000 calls; the environment variable TORCH_FR_BUFFER_SIZE sets another
+    number before the first group is made, and 0 switches the recorder off.
+    """
+    path = os.path.join(folder, f"rank{dist.get_rank()}")
+    with open(f"{path}.part", "wb") as file:
+        # Of Gloo's groups. For those of NCCL: _dump_nccl_trace() (not run).
+        file.write(_distributed_c10d._dump_fr_trace())
+    os.replace(f"{path}.part", path)  # whoever sees the file sees all of it
+
+
+def load_records(folder, world_size, patience=10):
+    """Return each rank's record, in rank order; None for a rank that writes none in patience s."""
+    paths = [os.path.join(folder, f"rank{rank}") for rank in range(world_size)]
+    deadline = time.monotonic() + patience  # the ranks do not fail in the same moment
+    while not all(map(os.path.exists, paths)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    records = []
+    for path in paths:
+        record = None
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                record = pickle.load(file)  # a pickle can run code: read your own files only
+        records.append(record)
+    return records
+
+
+def first_difference(records, group="default_pg"):
+    """Find the first call that is not the same on all ranks of a process group.
+
+    records: as load_records() returns them. group: the group_desc that new_group() got.
+    Return (number of the call, {rank: call}), with number None if all made the same calls. A call
+    is (kind, sizes, frame), an int for a rank that made only so many calls, or None without record.
+    """
+    made = {}  # {rank: {number of the call: call}}
+    for rank, record in enumerate(records):
+        if record is not None:
+            made[rank] = {entry["collective_seq_id"]: call_of(entry) for entry in record["entries"]
+                          if entry["process_group"][1] == group and not entry["is_p2p"]}
+    numbers = sorted(set().union(*made.values()))
+    if not numbers:
+        raise RuntimeError(f"no calls of the group {group!r} in the records: is the recorder off?")
+    first = max(min(calls, default=1) for calls in made.values())  # older ones can be gone
+    for number in range(first, numbers[-1] + 1):
+        calls = {rank: calls.get(number, max(calls, default=0)) for rank, calls in made.items()}
+        # The frames may differ: ranks often make one call from an if and from its else.
+        if len({call if isinstance(call, int) else call[:2] for call in calls.values()}) > 1:
+            return number, {rank: calls.get(rank) for rank in range(len(records))}
+    return None, {rank: None for rank in range(len(records)) if rank not in made}
+
+
+def call_of(entry):
+    """Return (kind, sizes, frame): what was called, and the innermost line that is not torch's."""
+    kind = entry["profiling_name"].partition(":")[2]  # "gloo:all_reduce"
+    # In these two, the ranks pass tensors of different sizes.
+    sizes = "" if kind.startswith(("scatter", "all_to_all")) else str(entry["input_sizes"])
+    frames = [frame for frame in entry["frames"] if not frame["filename"].startswith(TORCH)]
+    return kind, sizes, frames[0] if frames else None
+
+
+def describe(number, calls):
+    """Return a line for each rank, with one above them, about what first_difference() found."""
+    lines = [f"call {number} is the first that differs" if number else "all calls are the same"]
+    for rank, call in calls.items():
+        if call is None:
+            lines.append(f"rank {rank} wrote no record: it is dead, or busy outside torch")
+        elif isinstance(call, int):
+            lines.append(f"rank {rank} made {call} calls, and no call {number}")
+        else:
+            kind, sizes, frame = call
+            where = "no Python function"  # with GPUs, a thread of torch's own runs backward()
+            if frame:
+                file = os.path.basename(frame["filename"])
+                where = f"{frame['name']} ({file}, line {frame['line']})"
+            lines.append(f"rank {rank} called {kind} {sizes} in {where}")
+    return lines
+
+
+def validate_on_rank_0(group, folder):
+    """A classic mistake: rank 0 alone validates, and validate() makes a collective call."""
+    for _ in range(3):
+        average_gradients(group)
+    if dist.get_rank() == 0:
+        validate(group)
+    dist.broadcast(torch.ones(9), src=0, group=group)  # the others wait here for rank 0
+
+
+def stuck_in_loader(group, folder):
+    """The last rank does not come back from loading its fourth batch."""
+    for batch in range(4):
+        if batch == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            load_records(folder, 1)  # stands for a loader that hangs: until rank 0 has given up
+            return
+        average_gradients(group)
+
+
+def average_gradients(group):
+    """Stands for loss.backward() with DistributedDataParallel (DDP)."""
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def validate(group):
+    dist.all_reduce(torch.ones(7), group=group)
+
+
+def main():
+    parse_args()
+    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60),
+                            device_id=device if backend == "nccl" else None)
+    with tempfile.TemporaryDirectory() as folder:  # each rank makes one; all use that of rank 0
+        show_both(gathered(folder)[0])
+        dist.barrier()  # the folder is needed up to here
+    dist.destroy_process_group()
+
+
+def show_both(folder):
+    error, number, calls = hang(validate_on_rank_0, folder)
+    log(f"all that the error says: {error}")
+    others = [calls.get(rank) for rank in range(1, dist.get_world_size())]
+    if number != 4 or not (is_call(calls.get(0), "all_reduce", "validate") and all(
+            is_call(call, "broadcast", "validate_on_rank_0") for call in others)):
+        raise RuntimeError(f"the call that rank 0 made alone is not found: {number}, {calls}")
+
+    error, number, calls = hang(stuck_in_loader, folder)
+    *others, last = [calls.get(rank) for rank in range(dist.get_world_size())]
+    if (number, last) != (4, 3) or not all(
+            is_call(call, "all_reduce", "average_gradients") for call in others):
+        raise RuntimeError(f"the rank that is missing is not found: {number}, {calls}")
+    log("both faults found: the ranks, and the function and line of each call")
+
+
+def is_call(call, kind, function):
+    """Whether it is a call of that kind, in that function, in a line that does make it."""
+    if not isinstance(call, tuple):
+        return False
+    found, _, frame = call
+    line = linecache.getline(frame["filename"], frame["line"])
+    return found == kind and frame["name"] == function and f"dist.{kind}(" in line
+
+
+def hang(fault, folder):
+    """Run into a timeout; return (error, number of the call, {rank: call})."""
+    name, error = fault.__name__, ""
+    folder = os.path.join(folder, name)
+    os.makedirs(folder, exist_ok=True)
+    # A group for each fault, because a timeout breaks the group. Gloo's on GPUs, too: after a
+    # timeout, NCCL ends the process.
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=name)
+    dist.barrier()  # so that TIMEOUT can be short
+    try:
+        fault(group, folder)
+    except RuntimeError as caught:
+        error = str(caught).rpartition("] ")[2]
+    finally:
+        save_record(folder)
+    number, calls = first_difference(load_records(folder, dist.get_world_size()), group=name)
+    log(f"{name}: {describe(number, calls)[0]}")
+    for line in describe(number, calls)[1:]:
+        log(f"  {line}")
+    # When one rank has timed out, those that wait for it get "Connection closed by peer".
+    errors = [error for error in gathered(error) if "Timed out" in error]
+    return errors[0] if errors else "no timeout", number, calls
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+def gathered(value):
+    """Return every rank's value, in rank order. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
+    return values
+
+
+def pick_device(local_rank):
+    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
+    if not torch.cuda.is_available():
+        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
+            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
+                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
+        return torch.device("cpu"), "gloo"
+    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
+    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        # The newline inside the text makes it one write: the lines of two ranks stay apart.
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line instead of a traceback: for errors that the user can fix."""
+    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def parse_args():
+    """Stop if the way of starting cannot work."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
+             " with CUDA_VISIBLE_DEVICES= in front")
+
+
+if __name__ == "__main__":
+    main()

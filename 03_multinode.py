@@ -6,7 +6,7 @@ Start the same command on each machine. They meet at one of them, here node1:
         --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
 50 10: 50 epochs, a snapshot after every 10. 29603 is any free port of node1, 345 any name for the
-job. Only one machine? launch/lab makes several of it (see README.md). Or begin with one:
+job. Only one machine? launch/lab makes several of it: launch/README.md. Or begin with one:
 
     torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
 
@@ -57,7 +57,7 @@ SEED = 0
 
 @record
 def main():
-    # New in 03: a torchrun on each machine starts this file. README.md shows how without torchrun.
+    # New in 03: a torchrun on each machine starts this file. How without torchrun: launch/README.md
     args = parse_args()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has set it
         exit_with_launcher()  # if torchrun is killed, exit too

@@ -264,7 +264,7 @@ def play(plan, folder, data_dir, whole):
 
     output = ""
     for starts in range(1, 5):
-        # 03 asks for this variable (README.md): it cannot tell attempts apart by itself.
+        # 03 asks for this variable (launch/README.md): it cannot tell attempts apart by itself.
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if plan.script == "03" else {}
         job = start(*command(plan, folder, data_dir), cwd=folder, env=env)
         try:

@@ -3,22 +3,30 @@
 A block of sh, bash or python has a comment above it, <!-- block: NAME -->, and a name of its own.
 bash: single commands, each of which is run by itself. sh: one piece, run as a whole.
 
-transcripts/: what commands of the README printed, and the README's blocks that show it. A file
-holds a command and the lines of its ranks. pytest -m long --write-transcripts writes all files
-anew, and the README's blocks with them. A block names its file in a comment above it, and shows the
-whole, or some of its lines, in their order.
+docs/transcripts/: what commands of the documents printed, and the blocks that show it. A file holds
+a command and the lines of its ranks. pytest -m long --write-transcripts writes all files anew, and
+the blocks with them. A block names its file in a comment above it, and shows the whole, or some of
+its lines, in their order.
+
+Links: each leads to a file, and its anchor to a title there, or to a page on the list below.
 """
 
+import os
 import re
 
 from support import ROOT
 
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted(ROOT.glob("[!.]*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
-LAB_STORY = "the four blocks of the README on two machines, one after the other"
-FOLDER = ROOT / "transcripts"
+LAUNCH = ROOT / "launch/README.md"
+PITFALLS = ROOT / "pitfalls/README.md"
+JOB = ROOT / "docs/how_a_job_starts.md"
+DOCUMENTS = [README, *sorted({*ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")})]
+LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
+FOLDER = ROOT / "docs/transcripts"
 BLOCK = re.compile(
-    r"<!-- from transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OFFICIAL = ("https://docs.pytorch.org/", "https://pytorch.org/get-started/",
+            "https://github.com/pytorch/", "https://arxiv.org/abs/")  # fmt: skip
 
 
 def named_blocks(documents=None):
@@ -73,7 +81,7 @@ def read(path):
 
 
 def write(path, command, lines):
-    """Write a transcript, and show its new lines in the README wherever it showed the old ones."""
+    """Write a transcript, and show its new lines wherever a document showed the old ones."""
     path.write_text("\n".join([f"$ {command}", *lines, ""]))
     rest = iter(lines)  # one for all blocks: each goes on where the one before has ended
 
@@ -83,11 +91,54 @@ def write(path, command, lines):
             return found[0]
         # All lines, in the order in which they came this time, or those that look like the old.
         new = lines if len(old) == len(lines) else [next_like(line, rest) for line in old]
-        return "\n".join([f"<!-- from transcripts/{name} -->", "```text", *new, "```"])
+        return "\n".join([f"<!-- from docs/transcripts/{name} -->", "```text", *new, "```"])
 
-    README.write_text(BLOCK.sub(new_block, README.read_text()))
+    for document in DOCUMENTS:
+        old = document.read_text()
+        if (new := BLOCK.sub(new_block, old)) != old:
+            document.write_text(new)
 
 
 def next_like(old, lines):
     """The next of lines that is the old one but for its numbers."""
     return next(line for line in lines if masked([line]) == masked([old]))
+
+
+def without_code(document):
+    """The text of a document without its blocks of code, where # begins a comment."""
+    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(document):
+    """The anchors of its titles, as GitHub makes them.
+
+    Lower case, no punctuation, spaces become hyphens; a title that comes again gets a number.
+    """
+    found = []
+    for title in re.findall(r"^#+ (.*)", without_code(document), re.MULTILINE):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        anchor = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+        again = found.count(anchor)
+        found.append(f"{anchor}-{again}" if again else anchor)
+    return found
+
+
+def links(document):
+    """The targets of all links and pictures of a document."""
+    return re.findall(r"\]\(([^)]+)\)", without_code(document))
+
+
+def link_problems(document):
+    """The links of a document that lead nowhere, or to a page elsewhere that is not OFFICIAL."""
+    problems = []
+    for link in links(document):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if "://" in link:
+            good = link.startswith(OFFICIAL)
+        elif not (target.exists() and os.path.realpath(target).startswith(f"{ROOT}/")):
+            good = False
+        else:
+            good = not anchor or target.suffix == ".md" and anchor in anchors(target)
+        problems += [] if good else [f"{document.name}: {link}"]
+    return problems

@@ -166,7 +166,7 @@ def test_startup_compares_each_script_with_its_own_launcher(benchmark):
 def test_the_results_shown_are_those_measured(benchmark):
     """The tables in the JSON are what today's code makes of the figures in it."""
     assert {path.stem for path in RESULTS} >= {f"{name}-cpu" for name in SMALLEST}
-    readme = (ROOT / "README.md").read_text()
+    page = (FOLDER / "README.md").read_text()
     for path in RESULTS:
         result = json.loads(path.read_text())
         settings, tables = result["settings"], benchmark(result["benchmark"]).tables
@@ -182,7 +182,7 @@ def test_the_results_shown_are_those_measured(benchmark):
         drawn = sorted(path.parent.glob(f"{path.stem}*.svg"))
         assert drawn, f"{path.name} has no picture: python benchmarks/plot.py"
         for picture in drawn:
-            assert f"benchmarks/results/{picture.name}" in readme, picture.name
+            assert f"](results/{picture.name})" in page, picture.name
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_a_changed_figure_is_seen_in_its_picture(plot, tmp_path):
 
 
 def phrases():
-    """What the README says of the results, with the figures that it must say."""
+    """What benchmarks/README.md says of the results, with the figures that it must say."""
     tables = {path.stem: json.loads(path.read_text())["tables"] for path in RESULTS}
     tables = {name: [(t["title"], t["columns"], t["rows"]) for t in found]
               for name, found in tables.items()}  # fmt: skip
@@ -256,9 +256,9 @@ def phrases():
     ]
 
 
-def test_the_figures_in_the_readme_are_those_of_the_results():
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert [phrase for phrase in phrases() if phrase not in readme] == []
+def test_the_figures_in_the_document_are_those_of_the_results():
+    page = " ".join((FOLDER / "README.md").read_text().split())
+    assert [phrase for phrase in phrases() if phrase not in page] == []
 
 
 # ---- Real runs, at the smallest size ----

@@ -338,7 +338,7 @@ def test_two_jobs_in_one_folder_do_not_meet(tmp_path, mnist_dir):
 def all_addresses(job):
     """{command line: addresses} of the processes of a job that accept connections, to its end.
 
-    All but torchrun itself, which listens everywhere: README.md says so.
+    All but torchrun itself, which listens everywhere: launch/README.md says so.
     """
     found, deadline = {}, time.monotonic() + 300
     while job.process.poll() is None:

@@ -1,7 +1,7 @@
 """What only a GPU can show: pytest -m gpu. On one GPU some, on two or more all.
 
 The tests start the scripts as a reader does, with the GPUs visible (all other tests hide them).
-What they measure goes to transcripts/gpu.json.
+What they measure goes to docs/transcripts/gpu.json.
 """
 
 import datetime
@@ -49,7 +49,7 @@ def figures(gpus):
     measured = {}
     yield measured
     content = {"date": datetime.date.today().isoformat(), "machine": gpus, "figures": measured}
-    (ROOT / "transcripts/gpu.json").write_text(json.dumps(content, indent=2) + "\n")
+    (ROOT / "docs/transcripts/gpu.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def with_scripts(folder):
     return folder
 
 
-def test_the_story_of_the_readme(tmp_path, request):
+def test_the_story_of_the_document(tmp_path, request):
     """Its blocks, one after the other in one shell, and what they print."""
     lab, script = Lab(with_scripts(tmp_path)), ""
     for i, name in enumerate(STORY):
@@ -226,14 +226,14 @@ def test_the_story_of_the_readme(tmp_path, request):
     if request.config.getoption("--write-transcripts"):
         printed = [line for line in output.splitlines() if line.startswith("[rank 0/")]
         shown.write(shown.FOLDER / "several_machines.txt", shown.LAB_STORY, printed)
-    blocks = shown.BLOCK.findall(shown.README.read_text())
+    blocks = shown.BLOCK.findall(shown.LAUNCH.read_text())
     lines = [line for name, block in blocks if name == "several_machines.txt"
              for line in block.splitlines()]  # fmt: skip
     assert len(lines) > 8 and set(masked(lines)) <= set(masked(output.splitlines()))
 
 
 @pytest.mark.parametrize("way", ["by hand", "torch.distributed.launch"])
-def test_the_old_ways_of_the_readme(tmp_path, lab, way):
+def test_the_old_ways_of_the_document(tmp_path, lab, way):
     block = shown.block(way).replace("\\\n", " ")
     calls = re.findall(r"^(.*) +# on (node\d)$", block, re.MULTILINE)
     assert [node for _, node in calls] == ["node1", "node2"]
@@ -248,7 +248,7 @@ def test_the_old_ways_of_the_readme(tmp_path, lab, way):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start its own sshd on port 22")
 @pytest.mark.skipif(not os.path.exists("/usr/sbin/sshd"), reason="no sshd: openssh-server has it")
-def test_the_start_by_ssh_of_the_readme(tmp_path, lab):
+def test_the_start_by_ssh_of_the_document(tmp_path, lab):
     """On CPUs, two processes each; with servers, keys and a configuration of the test's own."""
     block = shown.block("start by ssh")
     with_scripts(tmp_path)
@@ -364,7 +364,7 @@ def test_a_cut_link_and_its_mending(lab):
     lab("kill", "node1")
     left = job.jobs[1].result(60)
     assert left.status != 0
-    assert HEARTBEAT in left.output and HEARTBEAT in shown.README.read_text()
+    assert HEARTBEAT in left.output and HEARTBEAT in shown.PITFALLS.read_text()
     job.jobs += [lab.start(node, *job.command) for node in ("node1", "node2")]
     job.until(4, "resumed from")
     job.until(4, "epoch")
@@ -382,9 +382,9 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
         assert all(result.status == 1 for result in results)
         output = results[0].output + results[1].output
         assert "gives the others its address 127.0.1.1, which they cannot reach" in output, output
-        readme = shown.README.read_text()
+        quoted = shown.PITFALLS.read_text()
         for message in ("Gloo connectFullMesh failed", "Connection refused, remote=[127.0.1.1]"):
-            assert re.sub(r":\d+\]", "]", output).count(message) and message in readme, output
+            assert re.sub(r":\d+\]", "]", output).count(message) and message in quoted, output
         assert "set GLOO_SOCKET_IFNAME" in output
         results = lab.run(("node1", *call), ("node2", *call), GLOO_SOCKET_IFNAME="eth0")
         assert all(result.status == 0 for result in results), results

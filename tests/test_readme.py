@@ -1,4 +1,4 @@
-"""What the README says in passing: the messages it quotes, options, variables, small examples."""
+"""What the documents say in passing: messages they quote, options, variables, small examples."""
 
 import mmap
 import os
@@ -13,21 +13,21 @@ import shown
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from support import PYTHON, ROOT, TORCHRUN, forkserver, free_port, run
+from support import PYTHON, TORCHRUN, forkserver, free_port, run
 
-README = (ROOT / "README.md").read_text()
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
 NCCL = pathlib.Path(torch.__file__).parent.parent / "nvidia/nccl/lib/libnccl.so.2"
 GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
 
 
 def section(title):
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    """A section of docs/how_a_job_starts.md."""
+    return shown.JOB.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def quoted(message):
-    """The message, which the README quotes; so that a quotation cannot outlive its test."""
-    assert message in README, message
+    """The message, which pitfalls/README.md quotes; so that a quotation cannot outlive its test."""
+    assert message in shown.PITFALLS.read_text(), message
     return message
 
 
@@ -35,7 +35,8 @@ def quoted(message):
 
 
 def test_the_table_of_variables_is_what_torchrun_sets():
-    table = section("How a job starts").partition("| Variable |")[2].partition("\n\n")[0]
+    found = section("What torchrun tells each process")
+    table = found.partition("| Variable |")[2].partition("\n\n")[0]
     cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
     named = set(re.findall(r"`([A-Z_]+)`", " ".join(cells)))
     _, lines = shown.read(shown.FOLDER / "environment.txt")
@@ -44,7 +45,7 @@ def test_the_table_of_variables_is_what_torchrun_sets():
 
 
 def test_the_options_of_torchrun_exist():
-    table = section("How a job starts").partition("| Option |")[2].partition("\n\n")[0]
+    table = section("The options of torchrun").partition("| Option |")[2].partition("\n\n")[0]
     cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
     options = set(re.findall(r"(?<!-)-(?:-[a-z-]+|m)\b", " ".join(cells)))
     help_text = torch.distributed.run.get_args_parser().format_help()
@@ -59,13 +60,13 @@ def test_what_is_said_of_backends_and_data_parallel():
 
 
 def meet(rank, line, port, path):
-    """In a forked process: run a line of the README, on a port and a path of the test's own."""
+    """In a forked process: run a line of the document, on a port and a path of the test's own."""
     line = line.replace(":29605", f":{port}").replace("/tmp/meet-here", f"{path}/meet")
     environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                    "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
     os.environ |= {name: str(value) for name, value in environment.items()}
     store = dist.FileStore(f"{path}/store", 2)
-    exec(line, {"dist": dist, "rank": rank, "store": store})  # noqa: S102 a line of our README
+    exec(line, {"dist": dist, "rank": rank, "store": store})  # noqa: S102 a line of ours
     total = torch.tensor(rank + 1)
     dist.all_reduce(total)
     assert total == 3
@@ -91,14 +92,14 @@ def test_the_four_ways_to_meet(tmp_path, number):
                 process.join()
 
 
-# ---- Messages of PyTorch that the README quotes ----
+# ---- Messages of PyTorch that pitfalls/README.md quotes ----
 
 
 def test_a_snapshot_with_more_than_plain_types(tmp_path):
     torch.save({"path": pathlib.PurePosixPath("x")}, tmp_path / "snapshot.pt")
     with pytest.raises(Exception, match=quoted("Weights only load failed")) as error:
         torch.load(tmp_path / "snapshot.pt")
-    assert error.typename in README
+    assert quoted(error.typename)
 
 
 @pytest.mark.long
@@ -153,7 +154,7 @@ def test_the_messages_of_nccl_are_in_its_library():
 
 def test_the_pictures_say_what_their_logs_say(monkeypatch):
     pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
-    monkeypatch.syspath_prepend(ROOT / "transcripts")
+    monkeypatch.syspath_prepend(shown.FOLDER)
     import draw
 
     whole = draw.epochs(draw.read(draw.HERE / "uninterrupted.log"))
@@ -175,7 +176,7 @@ def test_the_pictures_say_what_their_logs_say(monkeypatch):
 def redraw(monkeypatch, tmp_path):
     """A function that draws the pictures of some logs anew, in the folder of the logs."""
     pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
-    monkeypatch.syspath_prepend(ROOT / "transcripts")
+    monkeypatch.syspath_prepend(shown.FOLDER)
     import draw
 
     for log in draw.HERE.glob("*.log"):
@@ -189,10 +190,12 @@ def test_the_pictures_are_those_of_their_logs(redraw, tmp_path):
     redraw()
     drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 5
+    linked = {(document.parent / link).resolve()
+              for document in shown.DOCUMENTS for link in shown.links(document)}  # fmt: skip
     for name in drawn:
-        assert f"(transcripts/{name})" in README
+        assert shown.FOLDER / name in linked, f"{name}: no document shows it"
         found = pictures.differences(shown.FOLDER / name, tmp_path / name)
-        assert not found, f"{name}: {found}; draw it anew: python transcripts/draw.py --redraw"
+        assert not found, f"{name}: {found}; draw it anew: python docs/transcripts/draw.py --redraw"
 
 
 @pytest.mark.parametrize(("log", "old", "new"), [

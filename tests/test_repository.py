@@ -6,21 +6,20 @@ import re
 import shlex
 import shutil
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 import shown
 from shown import masked
 from support import PYTHON, ROOT, assert_nothing_left, end, run, start
 
-OFFICIAL = ("https://docs.pytorch.org/", "https://github.com/pytorch/", "https://arxiv.org/abs/")
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
-OTHERS = [ROOT / "transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
+OTHERS = [ROOT / "docs/transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
 OTHERS += [ROOT / "launch/check_machines.py"]
-OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - {ROOT / "benchmarks/common.py",
-                                                      ROOT / "benchmarks/launched.py"})
+OTHERS += sorted(path for path in ROOT.glob("benchmarks/*.py")
+                 if path.stem not in ("common", "launched", "machines"))  # fmt: skip
 # Each script tells its own story there.
 OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}
 
@@ -50,8 +49,8 @@ NOT_RUN = {
     "pip install -r requirements.txt": INSTALLS,
     "python tests/fault_campaign.py --rounds 100": "takes half an hour; test_faults.py plays some",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
-    "python transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
-    "python transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",
+    "python docs/transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
+    "python docs/transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
@@ -59,7 +58,7 @@ NOT_RUN = {
 }
 NOT_RUN |= {
     f"python benchmarks/{name}.py": "takes minutes; test_benchmarks.py runs it at its smallest"
-    for name in ("throughput", "scaling", "ddp_anatomy", "recovery", "startup")
+    for name in ("throughput", "scaling", "ddp_anatomy", "network", "recovery", "startup")
 }
 NOT_RUN |= {
     f"python benchmarks/plot.py{file}": "each of the benchmarks draws its own results with it"
@@ -210,22 +209,28 @@ def test_a_command_that_is_shown(tmp_path, command, request):
     compare_with_transcript(command, result, request)
 
 
-def test_every_command_of_the_readme_has_a_transcript():
-    run_here = {c for c in set(SHOWN) - set(NOT_RUN) if "README.md" in SHOWN[c]}
+def test_every_command_of_the_documents_has_a_transcript():
+    run_here = {c for c in set(SHOWN) - set(NOT_RUN) if any(f.endswith(".md") for f in SHOWN[c])}
     assert MAIN_JOB in run_here and set(TRANSCRIPTS.values()) - {shown.LAB_STORY} == run_here
     assert len(set(TRANSCRIPTS.values())) == len(TRANSCRIPTS)
     for path in SCRIPTS:
         assert any(f" {path.name}" in command for command in run_here), path.name
 
 
-def test_the_output_in_the_readme_is_that_of_the_transcripts():
-    readme = shown.README.read_text()
-    blocks = shown.BLOCK.findall(readme)
-    assert len(blocks) == readme.count("```text\n") > 4, "a block that names no transcript"
-    for name, block in blocks:
-        rest = iter(shown.read(shown.FOLDER / name)[1])
-        for line in block.splitlines():
-            assert line in rest, f"not in {name}, or not in this order: {line}"
+def test_the_output_in_the_documents_is_that_of_the_transcripts():
+    showing = []
+    for document in shown.DOCUMENTS:
+        text = document.read_text()
+        blocks = shown.BLOCK.findall(text)
+        assert len(blocks) == text.count("```text\n"), f"{document}: a block without a transcript"
+        showing += [str(document.relative_to(ROOT))] * len(blocks)
+        for name, block in blocks:
+            rest = iter(shown.read(shown.FOLDER / name)[1])
+            for line in block.splitlines():
+                assert line in rest, f"not in {name}, or not in this order: {line}"
+    assert Counter(showing) == {"README.md": 1, "docs/how_a_job_starts.md": 1,
+                                "launch/README.md": 3, "pitfalls/README.md": 1,
+                                "recipes/README.md": 1}  # fmt: skip
 
 
 @pytest.mark.long
@@ -304,13 +309,24 @@ def test_scripts_stand_alone():
         assert modules - set(sys.stdlib_module_names) <= allowed, path.name
 
 
-def test_every_pitfall_is_in_the_readme():
+def test_every_pitfall_has_its_row():
     assert len(PITFALLS) >= 21
-    readme = (ROOT / "README.md").read_text()
-    table = readme.partition("\n## When it goes wrong\n")[2].partition("\n## ")[0]
+    text = shown.PITFALLS.read_text()
     for path in PITFALLS:
-        rows = re.findall(rf"^\|.+\| \[{path.stem}\]\(pitfalls/{path.name}\)", table, re.MULTILINE)
-        assert len(rows) == 1, f"{path.name} has {len(rows)} rows in the README"
+        rows = re.findall(rf"^\|.+\| \[{path.stem}\]\({path.name}\)", text, re.MULTILINE)
+        assert len(rows) == 1, f"{path.name} has {len(rows)} rows in pitfalls/README.md"
+
+
+def test_what_the_readme_says_of_recipes_and_pitfalls():
+    """How many there are, and the figures of one."""
+    words = " ".join(shown.README.read_text().split())
+    assert f"One of {len(RECIPES)} [recipes]" in words
+    assert f"Each of {len(PITFALLS)} [pitfalls]" in words
+    _, lines = shown.read(shown.FOLDER / "accumulate.txt")
+    figures = {re.split(r" {2,}", line)[0].partition("] ")[2]: line.rpartition(" off by ")[2]
+               for line in lines if " off by " in line}  # fmt: skip
+    assert f"the gradient is off by {figures['flag set in between']}, without any error" in words
+    assert f"off by {figures['no_sync, both passes']} when done right" in words
 
 
 def test_a_process_that_is_left_behind_is_found(tmp_path):
@@ -334,16 +350,46 @@ def test_no_test_module_imports_another():
         assert not found, f"{path.name}: what it shares with {found} belongs to support.py"
 
 
-def test_links_of_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    titles = re.findall(r"^#+ (.*)", readme, re.MULTILINE)
-    # As GitHub makes them: lower case, no punctuation, spaces become hyphens.
-    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-    targets = re.findall(r"\]\(([^)]+)\)", readme)
-    assert len(targets) > 50
-    for target in targets:
-        path, _, anchor = target.partition("#")
-        if path:
-            assert path.startswith(OFFICIAL) or (ROOT / path).exists(), target
-        else:
-            assert anchor in anchors, target
+@pytest.mark.parametrize("document", shown.DOCUMENTS,
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_document(document):
+    assert shown.links(document) and shown.link_problems(document) == []
+
+
+@pytest.mark.parametrize("link", [
+    "README.md", "#the-scripts", "../README.md#no-such-title", "../05_tcpstore.py#main",
+    "../no_such_file.py", "../../elsewhere", "https://example.org/", "#a-comment-of-a-shell",
+])  # fmt: skip
+def test_a_link_that_leads_nowhere_is_found(monkeypatch, tmp_path, link):
+    """In a document in a folder of a copy that has no README.md of its own."""
+    root = tmp_path / "copy"
+    (root / "docs").mkdir(parents=True)
+    for name in ("README.md", "05_tcpstore.py"):
+        shutil.copy(ROOT / name, root)
+    (tmp_path / "elsewhere").touch()
+    monkeypatch.setattr(shown, "ROOT", root)
+    good = "[a](../README.md#the-scripts) [b](#a-title-its-text-1) [c](../05_tcpstore.py)"
+    page = root / "docs/page.md"
+    page.write_text("# A title: its `text`\n\n## A title: its text\n\n"
+                    f"```sh\n# A comment of a shell\n```\n\n{good}\n[d]({link})\n")
+    assert shown.link_problems(page) == [f"page.md: {link}"]
+
+
+def test_every_folder_of_the_top_level_has_its_page_and_its_link():
+    folders = sorted(path.parent.name for path in ROOT.glob("[!.]*/README.md"))
+    assert folders == ["benchmarks", "docs", "launch", "pitfalls", "recipes", "tests"]
+    linked = {link.partition("#")[0] for link in shown.links(shown.README)}
+    pages = {str(path.relative_to(ROOT)) for path in shown.DOCUMENTS} - {"README.md"}
+    assert pages - linked == set(), "README.md does not lead there"
+
+
+def test_the_documents_that_the_sources_name_are_there():
+    """With the path from the top level."""
+    found = set()
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py"), *ROOT.glob("launch/*"),
+                 shown.FOLDER / "draw.py", ROOT / ".ci/run"]:  # fmt: skip
+        if path.name not in ("test_repository.py", "README.md") and path.is_file():
+            words = re.findall(r"\b(?:\w+/)?README\.md\b|\bdocs/\w+\.md\b", path.read_text())
+            found |= {(word, path.name) for word in words}
+    assert ("launch/README.md", "03_multinode.py") in found
+    assert {pair for pair in found if not (ROOT / pair[0]).is_file()} == set()

@@ -1,7 +1,7 @@
-"""The README's pictures: how DDP works, who has which rank, and two real jobs from their logs.
+"""The pictures of the documents: how DDP works, who has which rank, two real jobs from their logs.
 
-    python transcripts/draw.py             # run the jobs, some minutes; write their logs, and draw
-    python transcripts/draw.py --redraw    # draw the logs that are there
+    python docs/transcripts/draw.py             # run the jobs, minutes; write their logs, draw
+    python docs/transcripts/draw.py --redraw    # draw the logs that are there
 
 One job is killed and resumed. The other shrinks and grows, on two machines of launch/lab, and needs
 what that needs. Drawing needs matplotlib: pip install -r benchmarks/requirements.txt
@@ -28,7 +28,7 @@ matplotlib.rcParams |= {
 from matplotlib import pyplot as plt
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parent.parent
 # Okabe and Ito's palette, and a grey
 BLUE, SKY, ORANGE, GREEN, GREY = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#777777"
 ON_ONE = "torchrun --standalone --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 20 4"

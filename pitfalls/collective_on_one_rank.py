@@ -47,6 +47,7 @@ def main(cure):
             if cure:
                 raise
             log(f"symptom: all_reduce failed: {str(error).rpartition('] ')[2]}")
+            dist.destroy_process_group()  # otherwise the process can abort at its exit
             return
         log(f"step {step}: losses add up to {loss:g}, gradients to {gradient:g}", every_rank=True)
         sums.append((loss.item(), gradient.item()))

@@ -55,6 +55,7 @@ def main(cure):
             raise
         reason = str(error).rpartition("] ")[2].partition(". ")[0]
         log(f"symptom: all_reduce failed: {reason}", every_rank=True)
+        dist.destroy_process_group()  # otherwise the process can abort at its exit
         return
     if not cure or ranks != 2:
         raise RuntimeError(f"all_reduce over {ranks} ranks, and rank 0 did not give up")

@@ -19,8 +19,8 @@ PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 OTHERS = [ROOT / "transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
 OTHERS += [ROOT / "launch/check_machines.py"]
-OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - {ROOT / "benchmarks/common.py",
-                                                      ROOT / "benchmarks/launched.py"})
+SHARED = {ROOT / f"benchmarks/{name}.py" for name in ("common", "launched", "machines")}
+OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - SHARED)
 # Each script tells its own story there.
 OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}
 
@@ -59,7 +59,7 @@ NOT_RUN = {
 }
 NOT_RUN |= {
     f"python benchmarks/{name}.py": "takes minutes; test_benchmarks.py runs it at its smallest"
-    for name in ("throughput", "scaling", "ddp_anatomy", "recovery", "startup")
+    for name in ("throughput", "scaling", "ddp_anatomy", "network", "recovery", "startup")
 }
 NOT_RUN |= {
     f"python benchmarks/plot.py{file}": "each of the benchmarks draws its own results with it"

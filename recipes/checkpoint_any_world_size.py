@@ -1,38 +1,39 @@
 """How do I save a sharded model so that any number of ranks can load it?
 
     dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)  # all ranks; a new folder
-    move_pointer(root, folder)  # only now: a small file in root names the newest whole folder
+    move_pointer(root, folder)  # a small file names the newest; removes all but the last two
     ...  # later, with a new model and optimizer, on any number of ranks:
     state = state_of(model, optimizer, 0)
-    dcp.load(state, checkpoint_id=newest(root))
+    dcp.load(state, checkpoint_id=newest(root))  # fills state, the step too
     set_state_dict(model, optimizer, model_state_dict=state["model"],
                    optim_state_dict=state["optimizer"])
 
 With fully_shard() (FSDP2), each rank (process) keeps one part of every weight, a shard. Here dcp is
 torch.distributed.checkpoint. Every rank saves its shards, and a table says where each one belongs.
-Later, every rank reads what its own shards need, however many ranks there are.
+Later, every rank reads what its own shards need, however many ranks there are. The other functions
+stand below. All ranks need the folder: on several machines, a shared disk.
 
     torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py
 
     [rank 0/2] step 10, saved by 2 ranks: sha256 d73c581c4cd2
     [rank 0/2] in one file, by torch.load(): weights differ by 0.0e+00
     [rank 0/2] step 10, loaded by 1 rank:  sha256 d73c581c4cd2
-    [rank 0/2] 10 steps more: off by 5.3e-06 on 1 rank, by 5.3e-06 on 2 ranks
+    [rank 0/2] after 10 more, from a run never stopped: 5.3e-06 on 1 rank, 5.3e-06 on 2 ranks
     [rank 0/2] save():       training waits 0.048 s (median of 3, as below)
     [rank 0/2] async_save(): training waits 0.008 s, and the save is done after 0.064 s
     [rank 0/2] save of step 24 cut off, new folders: 0 of 1024 loaded rows are new
     [rank 0/2] save of step 24 cut off, same folder: 512 of 1024 loaded rows are new
-    [rank 0/2] saved on 2 ranks, loaded on 1: the same, and of one step
+    [rank 0/2] saved on 2 ranks, loaded on 1: the same; a save cut off is never loaded
 
-With --folder, a run goes on where the last one ended. Save with 2 ranks and load with 3: both show
-the same sha256 for step 10.
+The sha256 is that of weights and optimizer. With --folder, a run goes on where the last one ended.
+Save with 2 ranks and load with 3: both print the same sha256 for step 10.
 
     torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py --folder saves
     torchrun --standalone --nproc-per-node=3 recipes/checkpoint_any_world_size.py --folder saves
 
 A save that is killed has not written all shards. If you always save into the same folder, the old
-ones are still in their place, and the mix loads without an error. torch.save(model.state_dict())
-on rank 0 loses the shards of all other ranks.
+ones are still in their place, and the mix loads without an error: some rows of the first weight are
+new, and some are old. torch.save(model.state_dict()) on rank 0 saves its own shards only.
 """
 
 import argparse
@@ -62,7 +63,9 @@ ROWS, STEPS = 24, 10  # rows of a step over all ranks; steps before the save, an
 def save_shards(model, optimizer, step, root):
     """The right way: save into a folder that is new, and move the pointer last.
 
-    root: a folder that all ranks see, on all machines. One job at a time saves in it.
+    root: a folder that all ranks see, on all machines. One job at a time saves in it, and removes
+    older folders of saves from it. If a rank fails, CheckpointException is raised on all. It is a
+    BaseException: "except Exception" does not catch it.
     """
     folder = new_folder(root, step)
     dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)
@@ -70,7 +73,10 @@ def save_shards(model, optimizer, step, root):
 
 
 def state_of(model, optimizer, step):
-    """All that a later job needs: the shards of this rank, not copied, and plain values."""
+    """The state to save: the shards of this rank, not copied, and the step. Add your scheduler's.
+
+    Not before the first step of a new optimizer: see load_folder().
+    """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
@@ -81,7 +87,7 @@ def new_folder(root, step):
     if dist.get_rank() == 0:
         os.makedirs(root, exist_ok=True)
         # A name that nothing has: a killed job may have left a folder for the same step.
-        path = [tempfile.mkdtemp(prefix=f"step_{step}_", dir=root)]
+        path = [tempfile.mkdtemp(prefix=f"step_{step}_", dir=root)]  # for your own user only
     dist.broadcast_object_list(path)
     return path[0]
 
@@ -96,7 +102,7 @@ def move_pointer(root, folder):
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file
         os.replace(f"{pointer}.tmp", pointer)  # a reader finds the old name or the new one, whole
-        # Only now: until here, the folder before was the one to load.
+        # Only now: until here, a job that is killed had to find what it had.
         for name in os.listdir(root):
             if name.startswith("step_") and name not in keep:
                 shutil.rmtree(os.path.join(root, name), ignore_errors=True)
@@ -117,8 +123,8 @@ def load_folder(model, optimizer, folder, group=None):
 
     group: the ranks that load together; all by default. Their number does not matter.
     """
-    # What to load, and into which shards. For a new optimizer, get_state_dict() makes the moments
-    # by a step that changes no weight, but counts: call it only if there is something to load.
+    # A template: what to load, and into which shards. A new optimizer has no state. So torch takes
+    # a step that changes no weight, but adds 1 to AdamW's count. Loading overwrites that.
     state = state_of(model, optimizer, 0)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=state["model"],
@@ -127,10 +133,11 @@ def load_folder(model, optimizer, folder, group=None):
 
 
 def save_shards_async(model, optimizer, step, root, group):
-    """The right way while training goes on. Return a function: call it before the next save.
+    """The right way while training goes on. Return a function that ends the save.
 
+    All ranks must call that function: soon, before the next save, and before the job ends.
     group: dist.new_group(backend="gloo"), made once. A thread saves while the main thread trains.
-    In one group of Gloo, one thread gets the other's messages, and the job aborts or hangs.
+    If both used one group of Gloo, their messages would mix, and the job would abort or hang.
     """
     folder = new_folder(root, step)
     pending = dcp.async_save(state_of(model, optimizer, step), checkpoint_id=folder,
@@ -214,7 +221,8 @@ def show_one_rank(model, optimizer, step, folder):
     expected = flat_weights(never_stopped)
     off = [((flat_weights(trained) - expected).norm() / (expected - before).norm()).item()
            for trained in (single, model)]
-    log(f"{STEPS} steps more: off by {off[0]:.1e} on 1 rank, by {off[1]:.1e} on {world_size} ranks")
+    log(f"after {STEPS} more, from a run never stopped: {off[0]:.1e} on 1 rank, {off[1]:.1e} on"
+        f" {world_size} ranks")
     if max(off) > 1e-3:
         raise RuntimeError("training goes on in another way than in a process that never stopped")
 
@@ -259,7 +267,8 @@ def show_cut_off(model, optimizer, step, root):
         raise RuntimeError("with new folders and a pointer, a save that was cut off is loaded")
     if not 0 < rows["same folder"] < len(new):
         raise RuntimeError("the mistake does not show what this file says")
-    log(f"saved on {dist.get_world_size()} ranks, loaded on 1: the same, and of one step")
+    log(f"saved on {dist.get_world_size()} ranks, loaded on 1: the same; a save cut off is never"
+        " loaded")
 
 
 def cut_off(way, *args):
@@ -289,8 +298,8 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
         torch.manual_seed(step)
         inputs, targets = torch.randn(2, ROWS, 256).to(model[0].weight.device)[:, rank::world_size]
         optimizer.zero_grad()
-        # fully_shard() averages gradients over the ranks. A sum times the ranks over all rows
-        # gives the mean over all rows, also if some ranks have one row more than others.
+        # fully_shard() averages gradients over the ranks. With each rank's sum times world_size /
+        # ROWS, that is the mean over all rows, also if some ranks have one row more than others.
         losses = (model(inputs) - targets).square().mean(dim=1)
         (losses.sum() * world_size / ROWS).backward()
         optimizer.step()
@@ -299,6 +308,7 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
 def new_sharded(device):
     """The model cut into shards, one of each weight for each rank; and an optimizer for them."""
     model, _ = new_model(device)
+    # One block, as this model is small; shard_with_fsdp2.py shards block by block.
     fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 

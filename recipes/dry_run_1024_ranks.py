@@ -1,4 +1,4 @@
-"""How much memory and traffic would my job need on 1,024 GPUs, before I pay for them?
+"""What would each of 1,024 GPUs keep and send in my job, before I pay for them?
 
     dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
     mesh = init_device_mesh("cpu", (1024,))
@@ -8,12 +8,14 @@
     with fake, CountCollectives() as step:
         train_one_step(model)  # nothing is computed, and nothing is sent
 
-One process plays one rank (process) of the job. It runs your training step on a CPU, and counts.
-CountCollectives stands below. FakeStore and FakeTensorMode are private in torch: they may change.
+One process plays one rank of the job. It runs your training step on a CPU, and counts. Make its
+inputs inside "with fake", too. The step must not ask for a value: no loss.item(). CountCollectives
+stands below. FakeStore and FakeTensorMode are private in torch: they may change. For DDP
+(DistributedDataParallel), see with_ddp().
 
     python recipes/dry_run_1024_ranks.py
 
-    [rank 0/4] bytes          kept  dry run    calls: bytes       dry run
+    [rank 0/4] bytes    kept: real      dry     calls: real           dry
     [rank 0/4] DDP         1115152  1115152       1: 278784     1: 278784
     [rank 0/4] FSDP2        283024   283024       6: 849024     6: 849024
     [rank 0/4] root only    283024   283024       2: 566016     2: 566016
@@ -23,19 +25,19 @@ CountCollectives stands below. FakeStore and FakeTensorMode are private in torch
     [rank 0/1024] FSDP2          4.2     4.2     8.4   0:    0.0  16: 8589.9      8: 4295.0   536.9
     [rank 0/1024] root only      4.2     4.2     8.4   0:    0.0   1: 4295.0      1: 4295.0  4295.0
     [rank 0/1024] FSDP2 x TP     4.2     4.2     8.4  15: 8053.1  16: 1073.7      8:  536.9    67.1
-    [rank 0/1024] a rank keeps 17179.9 MB with DDP, 16.8 MB with FSDP2; that gathers 536.9 at once
+    [rank 0/1024] MB kept: 17179.9 with DDP; 16.8 with FSDP2, and one gathered block of 536.9
 
-First, 4 real ranks confirm their dry runs, byte for byte. Then one process plays rank 0 of 1,024.
-A call counts with its larger side: the result of an all-gather, the input of a reduce-scatter.
-FSDP2 keeps a shard (a part) of each tensor on a rank, and gathers one block after the other. With
-TP (tensor parallel), 8 ranks compute each block together: their all-reduces carry activations.
+First, 4 real ranks on CPUs, with a tiny model, match their dry runs, byte for byte. Then one
+process plays rank 0 of 1,024. "Kept" is what stays between steps: activations are not counted,
+and are often the most. A call counts with its larger side: the result of an all-gather, the input
+of a reduce-scatter. On the network, an all-reduce moves about twice its size, the others once.
+FSDP2 (fully_shard) keeps a shard (a part) of each tensor on a rank, and gathers block after block.
+With TP (tensor parallel), 8 ranks compute each block together: their all-reduces carry activations.
 
 "root only" is a mistake: fully_shard() for the model alone, and not for its blocks. The shards are
-as small, but each step gathers the whole model "at once". Memory divided by ranks does not show it.
-
-Not counted: gathered blocks and their gradients, activations, fragmentation, time. DDP is seen in
-its first step. Later, it sends the same bytes in buckets of 25 MB. To agree on them, the ranks send
-real numbers, which fake tensors do not have.
+as small, but each step gathers the whole model "at once". Dividing the memory by the number of
+ranks does not show this. "At once" is the largest all-gather: two blocks, and their gradients, can
+be there. DDP's line shows a first step. Later ones send the same bytes, in buckets of 25 MB.
 """
 
 import argparse
@@ -66,7 +68,7 @@ from torch.utils._pytree import tree_leaves  # private
 
 # rows: tokens a step, for each rank. tensor_parallel: how many ranks compute a block together.
 RANKS, JOB = 1024, {"width": 4096, "blocks": 8, "rows": 4096, "tensor_parallel": 8}
-# Real processes, to compare with. 66 rows on 4 ranks: some ranks have smaller shards than others.
+# Real processes, to compare with. Width 66 on 4 ranks: some have smaller shards than others.
 REAL_RANKS, REAL_JOB = 4, {"width": 66, "blocks": 2, "rows": 8, "tensor_parallel": 2}
 KINDS = {"allreduce_": "all-reduce", "all_reduce": "all-reduce",
          "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
@@ -87,13 +89,14 @@ class CountCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # DTensor comes here again, with its shards and its collectives
+            return NotImplemented  # DTensor handles it, and calls this again with its shards
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in SEND_NOTHING:
             if name not in KINDS:  # never pass over a collective in silence
                 raise RuntimeError(f"{name} is not counted: add it to KINDS")
-            # What goes in, and what comes out: the larger one is the whole tensor.
+            # What goes in, and what comes out: the larger one is the whole tensor. (For a call with
+            # a list of tensors, add up those of each side.)
             size = max(t.nbytes for t in tree_leaves((args, result)) if torch.is_tensor(t))
             kind = KINDS[name]
             self.calls[kind] += 1
@@ -106,7 +109,8 @@ def with_ddp(model, fake, tensor_parallel):
     """Each rank keeps the whole model. fake: a FakeTensorMode, or a context that does nothing."""
     dry = dist.get_backend() == "fake"
     with fake:  # DDP makes its buckets here
-        # init_sync would compare and copy real numbers, which a fake model does not have.
+        # init_sync would compare and copy real numbers, which a fake model does not have. Without
+        # gradient_as_bucket_view, the buckets are a second copy of the gradients, not counted here.
         model = DDP(model, init_sync=not dry, gradient_as_bucket_view=True)
     if dry:  # DDP's own all-reduce fails: it needs a result, and the fake group gives none
         model.register_comm_hook(None, all_reduce_in_place)
@@ -162,7 +166,7 @@ def train_and_count(way, width, blocks, rows, tensor_parallel, steps=1):
         model = nn.Sequential(*[FeedForward(width) for _ in range(blocks)])  # your model
     model = WAYS[way](model, fake, tensor_parallel)
     if way == "FSDP2 x TP":
-        rows *= tensor_parallel  # ranks that share their rows: the batch of all ranks is the same
+        rows *= tensor_parallel  # ranks share rows: so the batch of the whole job stays the same
     traffic = []
     with fake:
         optimizer = torch.optim.AdamW(model.parameters())
@@ -204,7 +208,7 @@ def main():
         mp.start_processes(compare_with_real, args=(f"file://{folder}/meet",), nprocs=REAL_RANKS,
                            start_method="forkserver")
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    foretell()
+    predict()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
@@ -218,7 +222,7 @@ def compare_with_real(rank, meeting_point):
     dist.destroy_process_group()
 
     dist.init_process_group("fake", rank=rank, world_size=REAL_RANKS, store=FakeStore())
-    log(f"{'bytes':<10} {'kept':>8} {'dry run':>8}   {'calls: bytes':>13} {'dry run':>13}")
+    log(f"{'bytes':<7} {'kept: real':>11} {'dry':>8}   {'calls: real':>13} {'dry':>13}")
     for way, (kept, [first, _, third]) in real.items():
         dry_kept, [dry] = train_and_count(way, **REAL_JOB)
         log(f"{way:<10} {sum(kept.values()):>8} {sum(dry_kept.values()):>8}  "
@@ -233,7 +237,7 @@ def compare_with_real(rank, meeting_point):
     dist.destroy_process_group()
 
 
-def foretell():
+def predict():
     """The dry run of JOB: print a line for each way, and check what the docstring says of them."""
     log(f"{'MB':<10} weights   grads    Adam  all-reduce  all-gather reduce-scatter at once")
     kept, step, at_once = {}, {}, {}
@@ -251,9 +255,9 @@ def foretell():
         raise RuntimeError(f"FSDP2 does not keep 1/{RANKS} of the model, and gather one block")
     if kept["root only"] != kept["FSDP2"] or at_once["root only"] != model:
         raise RuntimeError("the mistake does not show: small shards, and all gathered at once")
-    log(f"a rank keeps {sum(kept['DDP'].values()) / 1e6:.1f} MB with DDP,"
-        f" {sum(kept['FSDP2'].values()) / 1e6:.1f} MB with FSDP2; that gathers"
-        f" {at_once['FSDP2'] / 1e6:.1f} at once")
+    log(f"MB kept: {sum(kept['DDP'].values()) / 1e6:.1f} with DDP;"
+        f" {sum(kept['FSDP2'].values()) / 1e6:.1f} with FSDP2, and one gathered block of"
+        f" {at_once['FSDP2'] / 1e6:.1f}")
 
 
 # ---- Helpers that are no part of the lesson ----

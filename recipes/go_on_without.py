@@ -1,16 +1,17 @@
 """How can the other ranks go on when one has died, without a restart?
 
-    except RuntimeError:  # from a collective call: a rank has died
-        leave_group()
-        members = meet(store, meeting, me, job["step"], members)  # who is still here?
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"group {meeting}", store),
-                                rank=members.index(me), world_size=len(members))
-        take_newest_state(job)  # weights, optimizer and step of the rank with the most steps
-        model = DDP(job["net"])
+    leave_group()  # after the "except" of the failed step: in it, the error keeps DDP alive
+    members = meet(store, meeting, me, job["step"], members)  # who is still here?
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(f"group {meeting}", store), timeout=TIMEOUT,
+        rank=members.index(me), world_size=len(members))
+    take_newest_state(job)  # weights, optimizer and step of the rank with the most steps
+    model = DDP(job["net"])
 
-Each rank is a process. When one dies, the others get an error in the step that they share. They
-agree in a store, held by a process that does not train, on who is left. They make a new group, and
-repeat the step with its whole batch.
+This is for Gloo on CPUs, and for processes that you start yourself: torchrun ends all ranks when
+one dies. Each rank is a process. When one dies, the others get an error in the step that they
+share. They agree on who is left, through a store of keys and values. A further process holds it.
+They make a new group, and repeat the step with its whole batch.
 
     python recipes/go_on_without.py
 
@@ -22,15 +23,17 @@ repeat the step with its whole batch.
 
 Unlike with a restart, no process starts anew, no snapshot is read, and at most the work of one step
 is lost. But the survivors must deal out the batch anew. To keep the old shares is a common mistake:
-there is no error, and the dead rank's rows are lost in every step. An error without a death is a
-fault of the program or of the network. Then the job has to end, as it does here.
+there is no error, and the dead rank's rows are lost in every step. The number of ranks must divide
+the batch, too. Otherwise weigh each rank's loss: unequal_micro_batches.py. "Off" is the distance
+from the weights of one process. Of the seconds, 2 are WINDOW: how long the survivors wait for each
+other. A rank that raises an exception of its own ends the whole job: that is no death.
 
 All survivors go on from one state, that of the rank with the most steps. The process with the store
 must live. A rank that hangs counts as dead after the timeout, and ends when it comes back.
 
-This file is for Gloo, and always runs on the CPU. NCCL was not tried: there torch by default ends
-the process after a failure, so the group has to be aborted first. torchft (not run here) is made
-for this. By its documentation, it finds dead ranks by heartbeats, and lets new ones join.
+NCCL was not tried: there torch by default ends the process after a failure, so the group has to be
+aborted first. torchft (not run here) is made for this. By its documentation, it finds dead ranks by
+heartbeats, and lets new ones join.
 """
 
 import argparse
@@ -56,8 +59,8 @@ RANKS, STEPS, BATCH = 3, 10, 12  # BATCH: rows a step over all ranks; 3, 2 and 1
 KILL_STEP = 5
 START = 60  # seconds within which all processes have to come to the first meeting
 TIMEOUT = timedelta(seconds=10)  # a rank that makes the others wait for longer is a failure, too
-# Who comes to a later meeting more than this after the first is left out. Yours has to be longer
-# than the time between two collective calls: only there a survivor notices that a rank has died.
+# At later meetings, whoever comes more than this after the first process is left out. Yours has to
+# be longer than the time between two collective calls: only there a survivor notices a death.
 WINDOW = 2  # seconds
 
 
@@ -108,21 +111,22 @@ def meet(store, meeting, me, step, expected):
 def train_together(store, meeting, me, members, job):
     """Train to the end in a group of the members. Raise RuntimeError when one of them dies."""
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"group {meeting}", store),  # no address of the dead
+        "gloo", store=dist.PrefixStore(f"group {meeting}", store),  # no address of a dead rank
         rank=members.index(me), world_size=len(members), timeout=TIMEOUT)
     take_newest_state(job)
     model = DDP(job["net"])
     report(store, meeting, members, job)
     take_steps(model, me, members, job, share)
-    dist.barrier()  # else a rank that has finished leaves one that has to repeat the last step
+    dist.barrier()  # stay until all have taken the last step: one may have to repeat it
 
 
 def take_newest_state(job):
     """Give all ranks the state of rank 0, which has taken the most steps.
 
     When a rank dies, one survivor may have got the gradients of all and the other an error. Then
-    the first is one step ahead. No further call before optimizer.step() would rule that out: it
-    could fail in the same way. So the newest state counts: it has the gradients of all ranks.
+    the first is one step ahead. Another call before optimizer.step() would not help: it could fail
+    in the same way. So the newest state counts: it has the gradients of all ranks. Add all else
+    that your step changes: the schedule, a scaler, random states.
     """
     state = [{"net": job["net"].state_dict(), "optimizer": job["optimizer"].state_dict(),
               "step": job["step"]}]

@@ -1,7 +1,7 @@
 """How do I send fewer bytes between the ranks in each step?
 
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)  # model: DDP. Half the bytes
-    # or, with far fewer bytes and a rougher gradient:
+    # or, after 1000 steps that are sent whole, with far fewer bytes and a rougher gradient:
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=1000)
     model.register_comm_hook(state, powerSGD_hook)
 
@@ -19,14 +19,15 @@ rank (process) takes its own steps, and every few steps the ranks average their 
     [rank 0/2] local SGD                      8.41 MB sent, loss 0.0828
     [rank 0/2] PowerSGD, no error feedback   11.90 MB sent, loss 0.1350
     [rank 0/2] local SGD, rank 0's weights    7.36 MB sent, loss 0.0845
-    [rank 0/2] beside exact: bfloat16 1/2.0 of the bytes, loss x 1.00; PowerSGD 1/5.3, x 1.25
+    [rank 0/2] a step, beside exact: bfloat16 1/2 of the bytes; PowerSGD, after its start, 1/38
 
-The bytes are those that each rank hands over to be added up. "No error feedback" and "rank 0's
-weights" are common mistakes. Error feedback adds what was not sent in one step to the gradient of
-the next. Without it, that part is lost. With local SGD, the ranks' weights differ between two
-averages: average them before you evaluate or save. The losses are those of a small example. Compare
-your own, after as many steps and after as many minutes. Fewer bytes help only where training waits
-for the network: mostly between machines.
+The MB are those of the tensors that each rank gives to all_reduce(). PowerSGD sends its first 10
+steps whole here. "No error feedback" and "rank 0's weights" show two mistakes. Error feedback, on
+by default, adds what was not sent in one step to the gradient of the next. Without it, that part is
+lost. With local SGD, the ranks' weights differ between two averages. Average them on all ranks
+before you evaluate or save, and a BatchNorm's buffers, too. The losses are those of a small
+example: compare your own, after equal steps and after equal minutes. Fewer bytes help only where
+training waits for the network. To see if it does, time steps with and without model.no_sync().
 """
 
 import argparse
@@ -59,7 +60,7 @@ def exact(model):
 
 def bfloat16(model):
     """Round the gradients to 8 significant bits before they are sent, and add them up as such."""
-    # fp16_compress_hook keeps 11 bits, but turns a gradient above 65504 into inf.
+    # fp16_compress_hook keeps 11 bits, but makes a gradient above 65504 inf, and a tiny one 0.
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
 
 
@@ -68,7 +69,7 @@ def power_sgd(model, use_error_feedback=True):
     # The first 10 steps are sent whole. Biases always are: they have one dimension.
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10,
                           use_error_feedback=use_error_feedback)
-    # The state holds what was not sent yet. Save it, one for each rank, with your snapshot.
+    # It holds what was not sent yet: torch.save() it on each rank, with your snapshot.
     model.register_comm_hook(state, powerSGD_hook)
 
 
@@ -112,15 +113,22 @@ def compare(device):
     teacher = new_model(7, device)  # the model learns to do what this one does
     world_size = dist.get_world_size()
     test_rows = rows(1024, STEPS * world_size, teacher, device)  # the same on all ranks
-    sent, loss = {}, {}
+    sent, last, loss = {}, {}, {}  # bytes of all steps, bytes of the last one, loss after it
 
     def train_and_test(name, hook, way=train, then_average=False):
         model = DDP(new_model(1, device))
         hook(model)
-        batches = (rows(ROWS, step * world_size + dist.get_rank(), teacher, device)
-                   for step in range(STEPS))  # other rows in each step, and on each rank
+        begin = 0
+
+        def batches():  # different rows in each step, and on each rank
+            nonlocal begin
+            for step in range(STEPS):
+                begin = len(counted)
+                yield rows(ROWS, step * world_size + dist.get_rank(), teacher, device)
+
         with count_bytes() as counted:
-            way(model, batches)
+            way(model, batches())
+            last[name] = sum(counted[begin:])
             if then_average:
                 average_parameters(model.parameters(), None)
         sent[name], loss[name] = sum(counted), loss_of(model.module, test_rows)
@@ -134,20 +142,19 @@ def compare(device):
     train_and_test("local SGD", exact, train_locally, then_average=True)
     train_and_test("PowerSGD, no error feedback", power_sgd_forgetful)
     train_and_test("local SGD, rank 0's weights", exact, train_locally)
-    check(sent, loss)
+    check(sent, last, loss)
 
 
-def check(sent, loss):
-    fewer = {name: sent["exact"] / bytes_sent for name, bytes_sent in sent.items()}
-    if not (fewer["bfloat16"] == 2 and fewer["PowerSGD"] > 5 and fewer["local SGD"] > PERIOD - 1):
-        raise RuntimeError(f"the bytes are not as few as this file says: {sent}")
+def check(sent, last, loss):
+    bfloat16, power = last["exact"] / last["bfloat16"], last["exact"] / last["PowerSGD"]
+    if not (bfloat16 == 2 and power > 30 and sent["exact"] / sent["local SGD"] > PERIOD - 1):
+        raise RuntimeError(f"the bytes are not as few as this file says: {sent}, {last}")
     if not (abs(loss["bfloat16"] / loss["exact"] - 1) < 0.02
             and loss["PowerSGD"] < loss["PowerSGD, no error feedback"]
             and loss["local SGD"] < loss["local SGD, rank 0's weights"]):
         raise RuntimeError(f"the losses do not order as this file says: {loss}")
-    log(f"beside exact: bfloat16 1/{fewer['bfloat16']:.1f} of the bytes, loss x"
-        f" {loss['bfloat16'] / loss['exact']:.2f}; PowerSGD 1/{fewer['PowerSGD']:.1f}, x"
-        f" {loss['PowerSGD'] / loss['exact']:.2f}")
+    log(f"a step, beside exact: bfloat16 1/{bfloat16:.0f} of the bytes; PowerSGD, after its start,"
+        f" 1/{power:.0f}")
 
 
 @contextlib.contextmanager

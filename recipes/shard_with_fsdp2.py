@@ -6,10 +6,10 @@
     fully_shard(model, mesh=mesh)  # the rest: an embedding, a head
     optimizer = torch.optim.AdamW(model.parameters())  # after sharding
 
-With DistributedDataParallel (DDP), each rank (process) holds everything. With fully_shard (FSDP2,
-after FSDP1), it holds a shard: its part of each tensor. All ranks gather a block's whole weights
-before it runs, and free them after. Leave room for two blocks: in the backward pass, the next one
-is gathered early. The training loop stays the same.
+With DistributedDataParallel (DDP), each rank (process) holds everything. fully_shard (FSDP2, fully
+sharded data parallel) takes the place of DDP(model): each rank holds a shard, its part of each
+tensor. All ranks gather a block's whole weights before it runs, and free them after. The training
+loop stays as with DDP: each rank takes rows of its own.
 
     torchrun --standalone --nproc-per-node=2 recipes/shard_with_fsdp2.py
 
@@ -25,10 +25,13 @@ is gathered early. The training loop stays the same.
     [rank 0/2] start_in_shards(): 445824 bytes of weights at most, not 594432; off by 4.4e-07
     [rank 0/2] FSDP2: 50% of DDP's bytes, 1 of 4 blocks whole, DDP's weights up to rounding
 
-"Off by" compares with DDP after 10 AdamW steps, relative to how far the weights moved. With
-fully_shard(model) alone, the whole model is one block. An optimizer made first keeps the old whole
-weights and trains nothing, without an error. Rank 0's state_dict() has only its shards. A model too
-large even to be built starts on the "meta" device, which has no memory: see start_in_shards().
+The bytes are those kept between two steps. Leave room for activations, and for two whole blocks:
+torch gathers the next one early. "Off by" is the distance from DDP after 10 AdamW steps, relative
+to how far the weights moved. "Only the root" is fully_shard(model) alone: the whole model is one
+block. An optimizer made first keeps the old whole weights and trains nothing, without an error.
+Rank 0's state_dict() has only its shards, which do not load into a plain model. A model too large
+even to be built starts on the "meta" device, which has no memory: see start_in_shards(). To save
+and resume, see checkpoint_any_world_size.py.
 """
 
 import argparse
@@ -57,13 +60,15 @@ DECAY = 0.9  # of the average of the weights; 0.999 or more for a real training
 
 
 def shard(model, mesh, **options):
-    """The right way. The model's children are its blocks. Make the optimizer after this.
+    """Shard a model block by block: the right way. Make the optimizer after this.
 
-    options: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    say, computes in bfloat16, and keeps weights and gradients in float32. Its output is bfloat16:
-    take model(x).float() for the loss.
+    model: with the same weights on all ranks, as fully_shard takes each rank's own. It may be on
+    the CPU: torch moves each block to the mesh's devices when it shards it.
+    options: to compute in bfloat16, pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16,
+    reduce_dtype=torch.float32). Weights and gradients stay in float32. The model then returns
+    bfloat16: compute the loss from model(x).float().
     """
-    for block in model.children():
+    for block in model.children():  # take your own list of blocks: model.blocks, say
         fully_shard(block, mesh=mesh, **options)  # gathered and freed as one
     fully_shard(model, mesh=mesh, **options)  # what belongs to no block: here nothing
 
@@ -73,7 +78,7 @@ def train(model, optimizer, batches, micro_batches=1):
 
     batches: [(inputs, targets), ...] of this rank, each to be cut into so many micro-batches.
     """
-    average = [p.detach().clone() for p in model.parameters()]  # AveragedModel refuses shards
+    average = [p.detach().clone() for p in model.parameters()]  # AveragedModel cannot copy shards
     for inputs, targets in batches:
         optimizer.zero_grad()
         parts = list(zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
@@ -82,7 +87,7 @@ def train(model, optimizer, batches, micro_batches=1):
             # ones whole, which costs memory. Leave this line out to exchange them each time.
             model.set_requires_gradient_sync(i == len(parts) - 1)
             (mse_loss(model(x), y) / len(parts)).backward()
-        # The norm over all shards comes back as a DTensor. To log it: norm.full_tensor().item()
+        # This returns the norm as a DTensor. To log it, norm.full_tensor(): all ranks must call it.
         clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()  # each rank updates its own shards
         for mean, p in zip(average, model.parameters(), strict=True):
@@ -99,7 +104,8 @@ def start_in_shards(device, mesh):
     with torch.device("meta"):  # names and shapes, no memory
         model = new_model()
     shard(model, mesh)
-    model.to_empty(device=device)  # memory for the shards; buffers would need values now, too
+    model.to_empty(device=device)  # memory for the shards, without values
+    # Below, the blocks get theirs. Buffers, and weights outside of the blocks, would need some too.
     most = 0
     torch.manual_seed(1)  # one seed for all ranks: each draws all numbers, and keeps its shards
     for block in model.children():
@@ -114,7 +120,10 @@ def start_in_shards(device, mesh):
 
 
 def whole_state(model):
-    """Return the weights to save, on rank 0, in the CPU's memory; {} on the others. All call it."""
+    """Return the weights to save, on rank 0, in the CPU's memory; {} on the others.
+
+    All ranks must call it. Inside "if rank == 0", it hangs.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)
 
@@ -158,7 +167,7 @@ def compare(device):
             ("FSDP2", shard, 1), ("FSDP2, 2 micro-batches", shard, 2),
             ("only the root", shard_root_only, 1), ("optimizer first", optimizer_first, 1)]:
         model = new_model().to(device)
-        optimizer = way(model, mesh) or new_optimizer(model)
+        optimizer = way(model, mesh) or new_optimizer(model)  # only optimizer_first returns one
         average = train(model, optimizer, batches, micro_batches)
         off = max(off_by(model, ddp), off_by(average, ddp_average))  # the worse
         held, whole = bytes_held(model, optimizer), blocks_whole(model, *batches[0])

@@ -2,40 +2,44 @@
 
     mesh = init_device_mesh("cuda", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {
-        "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(),
-        "first": ColwiseParallel(output_layouts=Replicate())})
+        "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(),  # a pair
+        "first": ColwiseParallel(output_layouts=Replicate())})  # a layer without a partner
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
 
 A mesh is a table of ranks (processes). Along "tp", the ranks of a group each hold a part of every
-matrix. They compute each layer together, from the same rows of data: tensor parallelism. Along
-"dp", the groups take different rows, and fully_shard (FSDP2) spreads the weights over the groups.
+matrix, as a DTensor. They compute each layer together, from the same rows of data: tensor
+parallelism. Along "dp", the groups take different rows, and fully_shard (FSDP2) spreads the weights
+over the groups. Start from the same weights on all ranks. Try shard_with_fsdp2.py first: this here
+is for a block that is too large for it, or a batch that cannot be divided further.
 
     torchrun --standalone --nproc-per-node=4 recipes/tensor_parallel.py
 
     [rank 0/4] 1 x 4, 16648 of 66208 weights on a rank: gradient off by 2.0e-07, weights by 2.3e-06
-    [rank 0/4] 1 x 4, other rows on each rank: gradient off by 1.0e+00, no error
+    [rank 0/4] 1 x 4, different rows on each rank: gradient off by 1.0e+00, no error
     [rank 0/4] 1 x 4, layer outside the plan, clip_grad_norm_: "got mixed torch.Tensor and DTensor"
     [rank 0/4] 1 x 4, layer outside the plan, clip_by_mesh: gradient off by 1.7e-07
     [rank 0/4] 2 x 2, 16584 of 66208 weights on a rank: gradient off by 2.4e-07, weights by 6.3e-07
-    [rank 0/4] 2 x 2, other rows on each rank: gradient off by 7.7e-01, no error
+    [rank 0/4] 2 x 2, different rows on each rank: gradient off by 7.7e-01, no error
     [rank 0/4] 2 x 2, layer outside the plan, clip_grad_norm_: "must have the same mesh"
     [rank 0/4] 2 x 2, layer outside the plan, clip_by_mesh: gradient off by 2.4e-07
-    [rank 0/4] DDP              529664 bytes in a step of 120 rows,  529664 of 480
-    [rank 0/4] FSDP2            777856 bytes in a step of 120 rows,  777856 of 480
-    [rank 0/4] tensor parallel  276480 bytes in a step of 120 rows, 1105920 of 480
+    [rank 0/4] DDP              529664 bytes in a step with 120 rows,  529664 with 480
+    [rank 0/4] FSDP2            777856 bytes in a step with 120 rows,  777856 with 480
+    [rank 0/4] tensor parallel  276480 bytes in a step with 120 rows, 1105920 with 480
     [rank 0/4] 4 ranks train like one process; only the bytes of tensor parallel grow with the batch
 
-2 x 2 is two groups of two ranks. All ranks of a group need the same rows. DistributedSampler gives
-each rank other ones, unless you pass it num_replicas and rank: no error, a wrong gradient. A layer
-outside the plan trains, but its gradient is a plain tensor, or is on another mesh. clip_grad_norm_
-then fails. Give the layer a place in the plan, or clip with clip_by_mesh below. DDP cannot wrap a
-model with split layers.
+1 x 4 is one group of four ranks, 2 x 2 is two groups of two. "Off by" compares with one process.
+All ranks of a group need the same rows. DistributedSampler gives each rank different ones, unless
+you pass it num_replicas and rank: no error, a wrong gradient. A layer outside the plan trains, but
+its gradient is a plain tensor, or is on another mesh. clip_grad_norm_ then fails. Give the layer a
+place in the plan, or, if it cannot be split (a LayerNorm, say), clip with clip_by_mesh below. To
+train several groups, use fully_shard, and not DDP, which cannot wrap split layers.
 
-The bytes are the sizes of the collectives' whole tensors. An all-reduce counts twice, since it is a
-reduce-scatter and an all-gather. DDP and FSDP2 exchange weights and gradients. Tensor parallelism
-exchanges activations, and each layer waits for them: keep a group on one machine, with fast links.
+The bytes are the whole tensors of the exchanges that a rank takes part in. An all-reduce counts
+twice, since it is a reduce-scatter and an all-gather. DDP exchanges gradients, and FSDP2 weights,
+too. Tensor parallelism exchanges activations, and each layer waits for them: keep a group on one
+machine, with fast links.
 """
 
 import argparse
@@ -62,13 +66,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private; only to c
 from torch.utils._pytree import tree_leaves  # private, too
 
 # The hidden size must be a multiple of the ranks that share a layer. If it is not, torch fails with
-# "a and b must have same reduction dim". All groups take equally many rows.
+# "a and b must have same reduction dim". All groups must take equally many rows: their gradients
+# are averaged.
 WIDTH, HIDDEN, ROWS = 64, 240, 120
 STEPS, MAX_NORM = 10, 0.1
 
 
 class FeedForward(nn.Module):
-    """Two matrices and what is between them, as in a transformer's block: your own block."""
+    """Stands for your own block: two matrices and an activation, as in a transformer."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +98,8 @@ def parallelize(model, mesh, plan=PLAN):
     """The right way. model: with the same weights on all ranks; it is changed in place.
 
     mesh: its dimensions are "dp" and "tp", in this order. The ranks of a tp group then follow each
-    other, and torchrun starts them on one machine. plan: has an entry for each layer with weights.
+    other: they are on one machine if their number divides its number of GPUs. plan: has an entry
+    for each layer with weights, or clip with clip_by_mesh.
     """
     parallelize_module(model, mesh["tp"], plan)
     if mesh["dp"].size() > 1:  # several groups: share out between them what each rank has left
@@ -116,14 +122,19 @@ def share_of_rank(rows, mesh):
 
 
 def clip_by_mesh(parameters, max_norm):
-    """clip_grad_norm_ for a model with layers outside the plan: a norm for each mesh, then one."""
+    """clip_grad_norm_ for a model with layers outside the plan: a norm for each mesh, then one.
+
+    Return the norm. All ranks must call it.
+    """
     groups = defaultdict(list)
     for p in parameters:
-        groups[p.device_mesh if isinstance(p, DTensor) else None].append(p)
+        if p.grad is not None:
+            groups[p.device_mesh if isinstance(p, DTensor) else None].append(p)
     norms = [get_total_norm([p.grad for p in group]) for group in groups.values()]
     norm = torch.stack([full(norm) for norm in norms]).norm()
     for group in groups.values():
         clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def main():
@@ -166,9 +177,9 @@ def compare_on(mesh, name, expected, device):
 
     model = parallelize(new_model(device), mesh)
     wrong, _ = differences(expected, train(model, device, mesh, share_of_rank))
-    log(f"{name} other rows on each rank: gradient off by {wrong:.1e}, no error")
+    log(f"{name} different rows on each rank: gradient off by {wrong:.1e}, no error")
     if wrong < 0.1:
-        raise RuntimeError("other rows on each rank do no harm")
+        raise RuntimeError("different rows on each rank do no harm")
 
     model = parallelize(new_model(device), mesh, BLOCKS)
     message = ("got mixed torch.Tensor and DTensor" if mesh["dp"].size() == 1
@@ -261,7 +272,7 @@ def count(device, world_size):
                 loss.backward()
             found[name].append(counted.total)
         few, many = found[name]
-        log(f"{name:<15} {few:>7} bytes in a step of {ROWS} rows, {many:>7} of {4 * ROWS}")
+        log(f"{name:<15} {few:>7} bytes in a step with {ROWS} rows, {many:>7} with {4 * ROWS}")
     growth = {name: many / few for name, (few, many) in found.items()}
     if growth != {"DDP": 1, "FSDP2": 1, "tensor parallel": 4}:
         raise RuntimeError(f"the bytes do not grow as this file says: {growth}")

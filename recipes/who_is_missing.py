@@ -4,34 +4,38 @@
         train()
     finally:
         save_record(folder)  # each rank (process) writes its own file; all can reach the folder
-    # Then, in any process:
-    print(*describe(*first_difference(load_records(folder, world_size))), sep="\n")
+    # After the job, in any Python:
+    records = load_records(folder, world_size)
+    print("\n".join(describe(*first_difference(records))))
 
-The ranks wait for each other in collective calls (all_reduce, broadcast, ...). The error of a
-timeout names neither the rank that is missing nor a line. But torch keeps a record of the last 2000
-calls of each rank, its flight recorder. The first call that differs between the ranks is the fault.
+This is for Gloo (CPUs); for NCCL, see the end. The ranks wait for each other in collective calls
+(all_reduce, broadcast, ...). The error of a timeout does not say which rank is missing, nor where
+that rank is. But torch keeps a record of the last 2000 calls of each rank, its flight recorder. The
+first call that differs between the ranks shows where to look.
 
     torchrun --standalone --nproc-per-node=2 recipes/who_is_missing.py
 
     [rank 0/2] validate_on_rank_0: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce [[7]] in validate (who_is_missing.py, line 158)
-    [rank 0/2]   rank 1 called broadcast [[9]] in validate_on_rank_0 (who_is_missing.py, line 140)
-    [rank 0/2] all that the error says: Timed out waiting 1000ms for recv operation to complete
+    [rank 0/2]   rank 0 called all_reduce [[7]] in validate (who_is_missing.py, line 165)
+    [rank 0/2]   rank 1 called broadcast [[9]] in validate_on_rank_0 (who_is_missing.py, line 147)
+    [rank 0/2] the error says only: Timed out waiting 1000ms for recv operation to complete
     [rank 0/2] stuck_in_loader: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce [[4]] in average_gradients (who_is_missing.py, line 154)
+    [rank 0/2]   rank 0 called all_reduce [[4]] in average_gradients (who_is_missing.py, line 161)
     [rank 0/2]   rank 1 made 3 calls, and no call 4
-    [rank 0/2] both faults found: the ranks, and the function and line of each call
+    [rank 0/2] both faults found: the rank, and the line of each call that was made
 
-Do not gather the records with a collective call: the group is broken. Files need none. The record
-of Gloo lacks dist.send and dist.recv. A rank that hangs outside torch for good writes no file. To
-see its line, call faulthandler.dump_traceback_later(seconds) of Python on each rank.
+[[7]]: the size of the tensor. Do not gather the records with a collective call: the group is
+broken. Files need none. When one rank has failed, torchrun ends the others by SIGTERM, and Python
+skips "finally". So start with signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)). A rank that
+hangs outside torch for good writes no file: "wrote no record". To see its line, call Python's
+faulthandler.dump_traceback_later(600) before each step. Gloo's record lacks dist.send and recv.
 
-TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it adds calls to each call,
-and with Gloo it crashes DistributedDataParallel (DDP) on CPUs.
+TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it checks each call, which
+is slow, and with Gloo it crashes DistributedDataParallel (DDP) on CPUs (torch 2.11 and 2.15).
 
-NCCL (read, not run) writes its records by itself at a timeout, if you set for all ranks
-TORCH_FR_DUMP_TEMP_FILE=/shared/fr_; then "torchfrtrace /shared -p fr_" compares them. It does not
-read Gloo's (KeyError, torch 2.11 and 2.15).
+With NCCL, torch itself writes the records at a timeout (documented, not run here). Set for all
+ranks TORCH_FR_DUMP_TEMP_FILE=/shared/fr_; "torchfrtrace /shared -p fr_" compares them. That tool
+does not read Gloo's (KeyError).
 """
 
 import argparse
@@ -54,6 +58,7 @@ TORCH = os.path.dirname(torch.__file__)
 def save_record(folder):
     """Write this rank's record to a file. Works after an error, too, and without the other ranks.
 
+    folder: a new one for each run, or an old record would be compared with a new one.
     The default is the last 2000 calls; the environment variable TORCH_FR_BUFFER_SIZE sets another
     number before the first group is made, and 0 switches the recorder off.
     """
@@ -86,6 +91,7 @@ def first_difference(records, group="default_pg"):
     records: as load_records() returns them. group: the group_desc that new_group() got.
     Return (number of the call, {rank: call}), with number None if all made the same calls. A call
     is (kind, sizes, frame), an int for a rank that made only so many calls, or None without record.
+    All ranks must be in the group.
     """
     made = {}  # {rank: {number of the call: call}}
     for rank, record in enumerate(records):
@@ -94,7 +100,8 @@ def first_difference(records, group="default_pg"):
                           if entry["process_group"][1] == group and not entry["is_p2p"]}
     numbers = sorted(set().union(*made.values()))
     if not numbers:
-        raise RuntimeError(f"no calls of the group {group!r} in the records: is the recorder off?")
+        raise RuntimeError(f"no calls of the group {group!r} in the records: is the recorder off?"
+                           " (NCCL has records of its own.)")
     first = max(min(calls, default=1) for calls in made.values())  # older ones can be gone
     for number in range(first, numbers[-1] + 1):
         calls = {rank: calls.get(number, max(calls, default=0)) for rank, calls in made.items()}
@@ -171,7 +178,7 @@ def main():
 
 def show_both(folder):
     error, number, calls = hang(validate_on_rank_0, folder)
-    log(f"all that the error says: {error}")
+    log(f"the error says only: {error}")
     others = [calls.get(rank) for rank in range(1, dist.get_world_size())]
     if number != 4 or not (is_call(calls.get(0), "all_reduce", "validate") and all(
             is_call(call, "broadcast", "validate_on_rank_0") for call in others)):
@@ -182,7 +189,7 @@ def show_both(folder):
     if (number, last) != (4, 3) or not all(
             is_call(call, "all_reduce", "average_gradients") for call in others):
         raise RuntimeError(f"the rank that is missing is not found: {number}, {calls}")
-    log("both faults found: the ranks, and the function and line of each call")
+    log("both faults found: the rank, and the line of each call that was made")
 
 
 def is_call(call, kind, function):
@@ -206,7 +213,7 @@ def hang(fault, folder):
     try:
         fault(group, folder)
     except RuntimeError as caught:
-        error = str(caught).rpartition("] ")[2]
+        error = str(caught).rpartition("] ")[2]  # without the place in Gloo's source
     finally:
         save_record(folder)
     number, calls = first_difference(load_records(folder, dist.get_world_size()), group=name)

@@ -48,7 +48,7 @@ def test_checkpoint_any_world_size(tmp_path):
         assert by_one == (end, "loaded", "1", saved[3])
         later = 3 if ranks == 2 else 2
         before = [(end, "loaded", str(later), saved[3])]
-        [off] = numbers(r"10 steps more: off by (\S+) on 1 rank, by (\S+) on \d ranks", result)
+        [off] = numbers(r"after 10 more, .* stopped: (\S+) on 1 rank, (\S+) on \d ranks", result)
         assert max(map(float, off)) < 1e-4
         assert numbers(r"in one file, .*: weights differ by (\S+)", result) == [("0.0e+00",)]
         shards = {2: 512, 3: 682}[ranks]  # of 3 ranks: 342, 342 and 340 rows

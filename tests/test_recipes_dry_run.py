@@ -70,8 +70,7 @@ def test_dry_run_1024_ranks(tmp_path):
     weights = 4 * 8 * 66**2 * 2
     # Adam's count of the steps is one number of 4 bytes for each of the 4 weights.
     assert found["DDP"] == [4 * weights + 16] * 2 + [1, weights] * 2
-    [last] = numbers(r"a rank keeps (\S+) MB with DDP, (\S+) MB .*; that gathers (\S+) at once",
-                     result)  # fmt: skip
+    [last] = numbers(r"MB kept: (\S+) with DDP; (\S+) with FSDP2, .* block of (\S+)", result)
     assert last == ("17179.9", "16.8", "536.9")
 
 

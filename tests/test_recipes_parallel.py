@@ -20,7 +20,7 @@ def test_tensor_parallel(tmp_path, world_size):
         assert int(weights) == first + blocks
         assert int(weights) / world_size <= int(held) < 1.01 * int(weights) / world_size
         assert float(gradient) < 1e-6 and float(off) < 1e-5
-    wrong = numbers(r"(. x .), other rows on each rank: gradient off by (\S+), no error", result)
+    wrong = numbers(r"(. x .), different rows .*: gradient off by (\S+), no error", result)
     outside = "(. x .), layer outside the plan,"
     mended = numbers(rf"{outside} clip_by_mesh: gradient off by (\S+)", result)
     assert [mesh for mesh, _ in wrong] == [mesh for mesh, _ in mended] == meshes
@@ -35,14 +35,14 @@ def test_tensor_parallel(tmp_path, world_size):
     # and the gradients of their inputs in all-reduces, the first layer's output in an all-gather.
     expected = {"DDP": [2 * (first + blocks)] * 2, "FSDP2": [2 * first + 3 * blocks] * 2,
                 "tensor parallel": [64 * 9 * rows for rows in (120, 480)]}  # fmt: skip
-    counted = numbers(r"(\S.*\S) +(\d+) bytes in a step of 120 rows, +(\d+) of 480", result)
+    counted = numbers(r"(\S.*\S) +(\d+) bytes in a step with 120 rows, +(\d+) with 480", result)
     assert {name: [int(few) / 4, int(many) / 4] for name, few, many in counted} == expected
 
 
 @pytest.mark.parametrize(("message", "old", "new"), [
     ("split layers do not train", "return rows[dp.get_local_rank()::dp.size()]",
      "return rows[dist.get_rank()::dist.get_world_size()]"),
-    pytest.param("other rows on each rank do no harm",
+    pytest.param("different rows on each rank do no harm",
                  "return rows[dist.get_rank()::dist.get_world_size()]", "return rows",
                  marks=pytest.mark.long),
     pytest.param("a layer outside the plan, and clip_grad_norm_: no error",

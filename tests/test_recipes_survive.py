@@ -1,5 +1,6 @@
 """recipes/ about ranks that are missing: their figures, and that each can fail."""
 
+import re
 import runpy
 
 import pytest
@@ -34,6 +35,16 @@ def record(*calls, first=1, group="default_pg"):
                          "collective_seq_id": number, "profiling_name": f"gloo:{kind}",
                          "input_sizes": [[size]]} for number, (kind, size) in
                         enumerate(calls, first)]}  # fmt: skip
+
+
+def test_the_lines_that_who_is_missing_shows():
+    """Those of its docstring are the lines of the calls, as the file stands today."""
+    source = (ROOT / "recipes/who_is_missing.py").read_text()
+    shown = re.findall(r"called (\w+) .* in (\w+) \(who_is_missing.py, line (\d+)\)", source)
+    assert len(shown) == 3
+    for kind, function, line in shown:
+        assert f"dist.{kind}(" in source.splitlines()[int(line) - 1]
+        assert f"def {function}(" in "\n".join(source.splitlines()[int(line) - 12 : int(line)])
 
 
 def test_first_difference():

@@ -18,8 +18,8 @@ PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 OTHERS = [ROOT / "docs/transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
 OTHERS += [ROOT / "launch/check_machines.py"]
-OTHERS += sorted(path for path in ROOT.glob("benchmarks/*.py")
-                 if path.stem not in ("common", "launched", "machines"))  # fmt: skip
+SHARED = {ROOT / f"benchmarks/{name}.py" for name in ("common", "launched", "machines")}
+OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - SHARED)
 # Each script tells its own story there.
 OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}
 

@@ -173,13 +173,13 @@ def test_the_pictures_say_what_their_logs_say(monkeypatch):
 
 @pytest.fixture
 def redraw(monkeypatch, tmp_path):
-    """A function that draws the pictures of some logs anew, in the folder of the logs."""
+    """A function that draws all pictures anew, in a folder with copies of what they show."""
     pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
     monkeypatch.syspath_prepend(ROOT / "transcripts")
     import draw
 
-    for log in draw.HERE.glob("*.log"):
-        shutil.copy(log, tmp_path)
+    for path in [*draw.HERE.glob("*.log"), *draw.HERE.glob("*.txt")]:
+        shutil.copy(path, tmp_path)
     monkeypatch.setattr(draw, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["draw.py", "--redraw"])
     return draw.main
@@ -188,9 +188,10 @@ def redraw(monkeypatch, tmp_path):
 def test_the_pictures_are_those_of_their_logs(redraw, tmp_path):
     redraw()
     drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
-    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 5
+    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 8
     for name in drawn:
-        assert f"(transcripts/{name})" in README
+        moves = "@keyframes" in (shown.FOLDER / name).read_text()
+        assert moves or f"(transcripts/{name})" in README
         found = pictures.differences(shown.FOLDER / name, tmp_path / name)
         assert not found, f"{name}: {found}; draw it anew: python transcripts/draw.py --redraw"
 

@@ -3,8 +3,9 @@
     python transcripts/draw.py             # run the jobs, some minutes; write their logs, and draw
     python transcripts/draw.py --redraw    # draw the logs that are there
 
-Two jobs are killed and resumed. Another shrinks and grows, on two machines of launch/lab, and needs
-what that needs. Drawing needs matplotlib: pip install -r benchmarks/requirements.txt
+One job is killed and resumed. Another shrinks and grows, on two machines of launch/lab, and needs
+what that needs. The others run undisturbed. Drawing needs matplotlib:
+pip install -r benchmarks/requirements.txt
 
 Three pictures move: buckets.svg, ring.svg and kill.svg. They play what other files here say:
 04_collectives.txt, main_job.txt and main_job_not_killed.log.

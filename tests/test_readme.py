@@ -174,13 +174,13 @@ def test_the_pictures_say_what_their_logs_say(monkeypatch):
 
 @pytest.fixture
 def redraw(monkeypatch, tmp_path):
-    """A function that draws the pictures of some logs anew, in the folder of the logs."""
+    """A function that draws all pictures anew, in a folder with copies of what they show."""
     pytest.importorskip("matplotlib", reason="pip install -r benchmarks/requirements.txt")
     monkeypatch.syspath_prepend(shown.FOLDER)
     import draw
 
-    for log in draw.HERE.glob("*.log"):
-        shutil.copy(log, tmp_path)
+    for path in [*draw.HERE.glob("*.log"), *draw.HERE.glob("*.txt")]:
+        shutil.copy(path, tmp_path)
     monkeypatch.setattr(draw, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["draw.py", "--redraw"])
     return draw.main
@@ -189,7 +189,7 @@ def redraw(monkeypatch, tmp_path):
 def test_the_pictures_are_those_of_their_logs(redraw, tmp_path):
     redraw()
     drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
-    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 5
+    assert drawn == sorted(path.name for path in shown.FOLDER.glob("*.svg")) and len(drawn) == 8
     linked = {(document.parent / link).resolve()
               for document in shown.DOCUMENTS for link in shown.links(document)}  # fmt: skip
     for name in drawn:

@@ -12,6 +12,7 @@ import pytest
 import shown
 import torch
 import torch.distributed as dist
+from conftest import VISIBLE, machine_with_gpus
 from support import PYTHON, TORCHRUN, fork, fork_ranks, run, variant
 
 DIFF = shown.block("from one process to many")
@@ -169,6 +170,19 @@ def test_both_loops_as_a_reader_starts_them(tmp_path, scripts):
         command = (*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", scripts / "train.py")
         result = run(*command, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
         assert_same(ended(result, tmp_path), before)
+
+
+@pytest.mark.gpu
+def test_both_loops_on_gpus(tmp_path, scripts):
+    if not (gpus := machine_with_gpus()["gpus"]):
+        pytest.skip("torch sees no GPU here")
+    environment = {"CUDA_VISIBLE_DEVICES": VISIBLE, "OMP_NUM_THREADS": "1"}
+    before = ended(run(PYTHON, scripts / "plain.py", cwd=tmp_path, env=environment), tmp_path)
+    processes = max(n for n in (1, 2, 4, 8) if n <= gpus)
+    result = run(*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", scripts / "train.py",
+                 cwd=tmp_path, env=environment)  # fmt: skip
+    losses, weights = apart(ended(result, tmp_path), before)
+    assert losses < 1.5e-4 and weights < 1e-4
 
 
 # Put before main(): does anything hold the process group when it is destroyed? Without Python's

@@ -1,7 +1,8 @@
 """What the documents show: blocks of commands, found by their names, and what commands printed.
 
-A block of sh, bash or python has a comment above it, <!-- block: NAME -->, and a name of its own.
-bash: single commands, each of which is run by itself. sh: one piece, run as a whole.
+A block of sh, bash, python or diff has a comment above it, <!-- block: NAME -->, and a name of its
+own. bash: single commands, each of which is run by itself. sh: one piece, run as a whole. diff: two
+scripts, the one before it and the one after.
 
 docs/transcripts/: what commands of the documents printed, and the blocks that show it. A file holds
 a command and the lines of its ranks. pytest -m long --write-transcripts writes all files anew, and
@@ -39,7 +40,7 @@ def named_blocks(documents=None):
                 where, language, start = f"{document.name}:{number + 1}", fence[1], number + 1
                 number = lines.index(lines[number].partition("```")[0] + "```", start)
                 name = re.fullmatch(r" *<!-- block: (.+) -->", lines[start - 2])
-                if language not in ("bash", "sh", "python", "text"):
+                if language not in ("bash", "sh", "python", "diff", "text"):
                     raise ValueError(f"{where}: a block of {language or 'no language'}")
                 if language != "text":
                     if not name or name[1] in found:

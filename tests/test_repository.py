@@ -51,6 +51,7 @@ NOT_RUN = {
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     "python docs/transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
     "python docs/transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",
+    "torchrun --standalone --nproc-per-node=2 train.py": "test_one_to_many.py makes it and runs it",
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
@@ -92,6 +93,7 @@ PROOFS |= {f"recipes/{path.name}": last_shown(path) for path in RECIPES}
 PROOFS[None] = r"\[rank 1\] LOCAL_RANK=1"
 # Blocks that make sense as a whole only, and the module that runs each, by its name.
 RUN_WHOLE = {
+    "from one process to many": "test_one_to_many.py",
     "four ways to meet": "test_readme.py",
     "lab: start": "test_lab.py",
     "lab: kill a machine": "test_lab.py",
@@ -179,6 +181,7 @@ def test_every_block_is_run():
 @pytest.mark.parametrize(("text", "error"), [
     ("```sh\nls\n```\n", "x.md:1: a block needs a name of its own"),
     ("a line\n```bash\nls\n```\n", "x.md:2: a block needs a name of its own"),
+    ("```diff\n+a line\n```\n", "x.md:1: a block needs a name of its own"),
     ("<!-- block: a -->\n```bash\nls\n```\n" * 2, "x.md:6: a block needs a name of its own"),
     ("```console\n$ ls\n```\n", "x.md:1: a block of console"),
     ("```\nls\n```\n", "x.md:1: a block of no language"),

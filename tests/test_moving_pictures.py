@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import shown
-from support import ROOT, fork_ranks
+from support import fork_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = ["buckets", "kill", "ring"]

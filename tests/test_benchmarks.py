@@ -210,50 +210,79 @@ def test_a_changed_figure_is_seen_in_its_picture(plot, tmp_path):
         assert pictures.differences(FOLDER / "results" / picture.name, picture), name
 
 
+def ranged(values, digits, invert=False):
+    """"median (least to most)", as the documents write a figure; invert: of one over it."""
+    middle, least, most = [1 / value for value in values] if invert else values
+    ends = sorted((least, most))
+    return f"{middle:.{digits}f} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
+
+
 def phrases():
     """What benchmarks/README.md says of the results, with the figures that it must say."""
     tables = {path.stem: json.loads(path.read_text())["tables"] for path in RESULTS}
     tables = {name: [(t["title"], t["columns"], t["rows"]) for t in found]
               for name, found in tables.items()}  # fmt: skip
     fast = table_of(tables["throughput-cpu"], "batch size 512, ranks on cpu: 2")
+    small = table_of(tables["throughput-cpu"], "batch size 64, ranks on cpu: 2")
     one = table_of(tables["throughput-cpu"], "batch size 512, ranks on cpu: 1")
-    _, customary = fast["customary, 1 workers"]
-    per_rank = table_of(tables["scaling-cpu"], "batch size 256 per rank")
-    in_all = table_of(tables["scaling-cpu"], "batch size 256 in all")
-    usual = table_of(tables["scaling-cpu"], "usual")
-    strangers = table_of(tables["scaling-cpu"], "strangers")
-    all_cores = table_of(tables["scaling-cpu"], "one rank")
-    step = table_of(tables["scaling-cpu"], "ms of a step")
-    overlap = table_of(tables["ddp_anatomy-cpu"], "overlap")
-    no_sync = table_of(tables["ddp_anatomy-cpu"], "no_sync")
-    hooks = table_of(tables["ddp_anatomy-cpu"], "hooks")
+    per_rank, in_all, strangers, all_cores = (
+        {ranks: [row[1], *row[4:6]] for ranks, row in table_of(tables["scaling-cpu"], name).items()}
+        for name in ("batch size 256 per rank", "batch size 256 in all", "strangers", "one rank"))
+    batch = table_of(tables["scaling-cpu"], "batch against")
     memory = table_of(tables["ddp_anatomy-cpu"], "memory")
     recovery = table_of(tables["recovery-cpu"], "from SIGKILL")
     snapshots = table_of(tables["recovery-cpu"], "a snapshot")
     startup = table_of(tables["startup-cpu"], "to the first")
     return [
-        f"{1 / customary:.1f} times as fast as the loop of most MNIST examples",
-        f"without any input are {fast['limit: no input'][1]:.2f} times as fast",
-        f"without DDP it is {one['02 without DDP'][1]:.2f} times as fast",
-        f"are {per_rank[2][1]:.2f} times as fast as one",
-        f"the usual scheduling, {usual[2][1]:.2f} times",
-        f"nothing to do with each other are {strangers[2][1]:.2f} times as fast",
-        f"256 images in all {in_all[2][1]:.2f} times",
-        f"a thread on each core: {all_cores[1][1]:.2f} times",
-        f"{step[2][2]:.1f} ms of a step of {step[2][0]:.1f} ms",
-        f"16th batch only takes {no_sync['16'][1]:.2f} of the time",
-        f"take {memory['without'][1]:.1f} times the memory of the weights",
-        f"gradient_as_bucket_view=True` {memory['with view'][1]:.1f} times",
-        f"takes {overlap['all, exchange after'][1]:.2f} times as long",
-        f"sent as fp16, {hooks['fp16'][1]:.2f} times",
-        f"trains again after {recovery['02'][0]:.1f} s",
-        f"the smallest script with DDP after {recovery['smallest DDP script'][0]:.1f} s",
-        f"100 MB takes {snapshots['100 MB'][0]:.2f} s, one of 1 GB {snapshots['1000 MB'][0]:.1f} s",
-        f"copying 1 GB takes {snapshots['1000 MB'][4]:.2f} s",
-        f"need {startup['01'][1]:.2f}, {startup['02'][1]:.2f} and {startup['03'][1]:.2f} times",
-        f"without workers, {1 / fast['customary, 0 workers'][1]:.1f} times",
-        f"{in_all[4][1]:.2f} times on four",
+        f"without workers, {ranged(fast['customary, 0 workers'][3:6], 1, invert=True)} times",
+        f"with one worker, {ranged(fast['customary, 1 workers'][3:6], 1, invert=True)} times",
+        f"without any input, {ranged(fast['limit: no input'][3:6], 2)} times the speed at 512",
+        f"and {ranged(small['limit: no input'][3:6], 2)} times at 64",
+        f"without DDP, {ranged(one['02 without DDP'][3:6], 2)} times",
+        f"256 images each, {ranged(per_rank[2], 2)} times",
+        f"nothing to do with each other, {ranged(strangers[2], 2)} times",
+        f"with the usual scheduling: {ranged(batch[2][:3], 2)} times the speed on two ranks",
+        f"an all-reduce alone takes {ranged(batch[2][3:6], 1)} times as long",
+        f"256 images in all, {ranged(in_all[2], 2)} times on two ranks",
+        f"and {ranged(in_all[4], 2)} times on four",
+        f"a thread on each core, {ranged(all_cores[1], 2)} times",
+        f"take {ranged(memory['without'][1:4], 1)} times the memory of the weights",
+        f"gradient_as_bucket_view=True` {ranged(memory['with view'][1:4], 1)} times",
+        f"02 trains again after {ranged(recovery['02'][:3], 1)} s",
+        f"the smallest script with DDP after {ranged(recovery['smallest DDP script'][:3], 1)} s",
+        f"100 MB takes {ranged(snapshots['100 MB'][:3], 2)} s",
+        f"1 GB {ranged(snapshots['1000 MB'][:3], 1)} s",
+        f"copying 1 GB takes {ranged(snapshots['1000 MB'][6:9], 2)} s",
+        *(f"{script} {ranged(startup[script][3:6], 2)}" for script in ("01", "02", "03")),
+        *network_rows(json.loads((FOLDER / "results/network-cpu.json").read_text())),
     ]
+
+
+def network_rows(result):
+    """The rows of the document's tables about the network."""
+    def spread(ms, digits=0):
+        return ranged([median(ms), min(ms), max(ms)], digits)
+
+    for rate, sides in result["figures"]["ddp"].items():
+        buckets = {name: ms for name, ms in sides.items() if name.startswith("buckets")}
+        best = min(buckets, key=lambda name: median(buckets[name]))
+        cells = [spread(sides[name]) for name in (
+            "no exchange", "exchange after backward", "exchange during backward")]  # fmt: skip
+        yield f"| {rate} | {' | '.join(cells)} | {best.split()[2]} MiB: {spread(buckets[best])} |"
+        cells = [spread(sides[name]) for name in (
+            "sent as fp16", "sent as bf16", "sent by PowerSGD", "16 batches, one exchange",
+        )]  # fmt: skip
+        yield f"| {rate} | {' | '.join(cells)} |"
+    tables = [(t["title"], t["columns"], t["rows"]) for t in result["tables"]]
+    for machines, row in table_of(tables, "machines at").items():
+        to_group, joining, traffic, *step, efficiency, ring = row
+        start = f"| {machines} | {to_group:.1f} | {joining:.2f} | {traffic:.0f} |"
+        ring = "-" if ring is None else f"{ring:.1f}"
+        yield f"{start} {ranged(step, 0)} | {efficiency:.2f} | {ring} |"
+    [rows] = [rows for title, _, rows in tables if title.startswith("the model: ")]
+    for machines, size, *measured, model, off in rows:
+        if machines.endswith("predicted"):
+            yield f"| {size:.0f} kB | {ranged(measured, 0)} | {model:.0f} | {off:+.0%} |"
 
 
 def test_the_figures_in_the_document_are_those_of_the_results():

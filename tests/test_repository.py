@@ -323,13 +323,13 @@ def test_every_pitfall_has_its_row():
 def test_what_the_readme_says_of_recipes_and_pitfalls():
     """How many there are, and the figures of one."""
     words = " ".join(shown.README.read_text().split())
-    assert f"One of {len(RECIPES)} [recipes]" in words
+    assert f"There are {len(RECIPES)} [recipes]" in words
     assert f"Each of {len(PITFALLS)} [pitfalls]" in words
     _, lines = shown.read(shown.FOLDER / "accumulate.txt")
     figures = {re.split(r" {2,}", line)[0].partition("] ")[2]: line.rpartition(" off by ")[2]
                for line in lines if " off by " in line}  # fmt: skip
-    assert f"the gradient is off by {figures['flag set in between']}, without any error" in words
-    assert f"off by {figures['no_sync, both passes']} when done right" in words
+    assert f"a gradient that is off by {figures['flag set in between']}, and no error" in words
+    assert f"Done right, it is off by {figures['no_sync, both passes']}." in words
 
 
 def test_a_process_that_is_left_behind_is_found(tmp_path):

@@ -67,8 +67,9 @@ def run(environment, count, function, args):
         finally:
             for process in processes:
                 process.terminate()
-        if any(process.wait() for process in processes):
-            raise RuntimeError(f"{function.__name__} has failed on {count} machines: see above")
+        if any(statuses := [process.wait() for process in processes]):
+            raise RuntimeError(f"{function.__name__} has failed on {count} machines, see above:"
+                               f" exit statuses {statuses}")
         return json.loads(path.with_suffix(".result").read_text())
 
 

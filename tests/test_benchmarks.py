@@ -233,6 +233,8 @@ def phrases():
     recovery = table_of(tables["recovery-cpu"], "from SIGKILL")
     snapshots = table_of(tables["recovery-cpu"], "a snapshot")
     startup = table_of(tables["startup-cpu"], "to the first")
+    at = table_of(tables["network-cpu"], "two machines at 2gbit")
+    [best] = [row for name, row in at.items() if name.endswith("(the best)")]
     return [
         f"without workers, {ranged(fast['customary, 0 workers'][3:6], 1, invert=True)} times",
         f"with one worker, {ranged(fast['customary, 1 workers'][3:6], 1, invert=True)} times",
@@ -254,6 +256,10 @@ def phrases():
         f"1 GB {ranged(snapshots['1000 MB'][:3], 1)} s",
         f"copying 1 GB takes {ranged(snapshots['1000 MB'][6:9], 2)} s",
         *(f"{script} {ranged(startup[script][3:6], 2)}" for script in ("01", "02", "03")),
+        f"exchange after backward takes {ranged(at['exchange after backward'][3:6], 2)} times",
+        f"best bucket size takes {ranged(best[3:6], 2)} times",
+        f"of 16 MiB {ranged(at['buckets of 16 MiB'][3:6], 2)} times",
+        f"every 16th batch takes {ranged(at['16 batches, one exchange'][3:6], 2)} times",
         *network_rows(json.loads((FOLDER / "results/network-cpu.json").read_text())),
     ]
 
@@ -288,6 +294,15 @@ def network_rows(result):
 def test_the_figures_in_the_document_are_those_of_the_results():
     page = " ".join((FOLDER / "README.md").read_text().split())
     assert [phrase for phrase in phrases() if phrase not in page] == []
+
+
+def test_the_figures_of_the_front_page_are_those_of_the_document():
+    page = (FOLDER / "README.md").read_text()
+    front = (ROOT / "README.md").read_text().partition("\n## What it costs\n")[2]
+    front = front.partition("\n## ")[0]
+    figures = re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", front)
+    assert len(figures) == 5
+    assert [figure for figure in figures if figure not in page] == []
 
 
 # ---- Real runs, at the smallest size ----

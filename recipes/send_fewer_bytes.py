@@ -65,7 +65,12 @@ def bfloat16(model):
 
 
 def power_sgd(model, use_error_feedback=True):
-    """Send an m x n matrix as m x 4 and n x 4 numbers (Vogels et al. 2019, arXiv:1905.13727)."""
+    """Send an m x n matrix as m x 4 and n x 4 numbers (Vogels et al. 2019, arXiv:1905.13727).
+
+    With Gloo, all gradients must be in one bucket, as here: for a larger model, DDP(model,
+    bucket_cap_mb=1000). With several buckets, PowerSGD's exchanges come in different orders on the
+    ranks, and the job aborts or hangs (seen with torch 2.15). NCCL was not tried.
+    """
     # The first 10 steps are sent whole. Biases always are: they have one dimension.
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10,
                           use_error_feedback=use_error_feedback)

@@ -225,6 +225,7 @@ def phrases():
     fast = table_of(tables["throughput-cpu"], "batch size 512, ranks on cpu: 2")
     small = table_of(tables["throughput-cpu"], "batch size 64, ranks on cpu: 2")
     one = table_of(tables["throughput-cpu"], "batch size 512, ranks on cpu: 1")
+    alone = table_of(tables["throughput-cpu"], "batch size 64, ranks on cpu: 1")
     per_rank, in_all, strangers, all_cores = (
         {ranks: [row[1], *row[4:6]] for ranks, row in table_of(tables["scaling-cpu"], name).items()}
         for name in ("batch size 256 per rank", "batch size 256 in all", "strangers", "one rank"))
@@ -240,14 +241,15 @@ def phrases():
         f"with one worker, {ranged(fast['customary, 1 workers'][3:6], 1, invert=True)} times",
         f"without any input, {ranged(fast['limit: no input'][3:6], 2)} times the speed at 512",
         f"and {ranged(small['limit: no input'][3:6], 2)} times at 64",
-        f"without DDP, {ranged(one['02 without DDP'][3:6], 2)} times",
-        f"256 images each, {ranged(per_rank[2], 2)} times",
-        f"nothing to do with each other, {ranged(strangers[2], 2)} times",
+        f"without DDP, {ranged(one['02 without DDP'][3:6], 2)} times the speed at 512",
+        f"at 64, {ranged(alone['02 without DDP'][3:6], 2)} times",
+        f"256 images each have {ranged(per_rank[2], 2)} times the speed of one",
+        f"nothing to do with each other have {ranged(strangers[2], 2)} times",
         f"with the usual scheduling: {ranged(batch[2][:3], 2)} times the speed on two ranks",
         f"an all-reduce alone takes {ranged(batch[2][3:6], 1)} times as long",
-        f"256 images in all, {ranged(in_all[2], 2)} times on two ranks",
+        f"256 images in all it is {ranged(in_all[2], 2)} times on two ranks",
         f"and {ranged(in_all[4], 2)} times on four",
-        f"a thread on each core, {ranged(all_cores[1], 2)} times",
+        f"a thread on each core has {ranged(all_cores[1], 2)} times",
         f"take {ranged(memory['without'][1:4], 1)} times the memory of the weights",
         f"gradient_as_bucket_view=True` {ranged(memory['with view'][1:4], 1)} times",
         f"02 trains again after {ranged(recovery['02'][:3], 1)} s",
@@ -281,14 +283,17 @@ def network_rows(result):
         yield f"| {rate} | {' | '.join(cells)} |"
     tables = [(t["title"], t["columns"], t["rows"]) for t in result["tables"]]
     for machines, row in table_of(tables, "machines at").items():
-        to_group, joining, traffic, *step, efficiency, ring = row
+        to_group, joining, traffic, *step, efficiency, _ = row
         start = f"| {machines} | {to_group:.1f} | {joining:.2f} | {traffic:.0f} |"
-        ring = "-" if ring is None else f"{ring:.1f}"
+        ring, ms = "-", result["figures"]["growth"][str(machines)]["ms"]
+        if "ring of 04" in ms:
+            of_gloo = ms["all-reduce of 2000000 bytes"]
+            ring = spread([a / b for a, b in zip(ms["ring of 04"], of_gloo, strict=True)], 1)
         yield f"{start} {ranged(step, 0)} | {efficiency:.2f} | {ring} |"
     [rows] = [rows for title, _, rows in tables if title.startswith("the model: ")]
     for machines, size, *measured, model, off in rows:
         if machines.endswith("predicted"):
-            yield f"| {size:.0f} kB | {ranged(measured, 0)} | {model:.0f} | {off:+.0%} |"
+            yield f"| {size:.0f} kB | {ranged(measured, 1)} | {model:.1f} | {off:+.0%} |"
 
 
 def test_the_figures_in_the_document_are_those_of_the_results():

@@ -328,7 +328,7 @@ def test_what_the_readme_says_of_recipes_and_pitfalls():
     _, lines = shown.read(shown.FOLDER / "accumulate.txt")
     figures = {re.split(r" {2,}", line)[0].partition("] ")[2]: line.rpartition(" off by ")[2]
                for line in lines if " off by " in line}  # fmt: skip
-    assert f"a gradient that is off by {figures['flag set in between']}, and no error" in words
+    assert f"a gradient that is off by {figures['flag set in between']}, relative to" in words
     assert f"Done right, it is off by {figures['no_sync, both passes']}." in words
 
 

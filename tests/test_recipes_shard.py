@@ -7,7 +7,8 @@ SCRIPT = "recipes/shard_with_fsdp2.py"
 WEIGHTS = 4 * 4 * (96 * 192 + 192 + 192 * 96 + 96)  # float32, 4 blocks
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_shard_with_fsdp2(tmp_path, world_size):
     result = fork_ranks(SCRIPT, cwd=tmp_path, world_size=world_size)
     assert result.status == 0, result.output

@@ -18,7 +18,7 @@ optimizer. The second part is the cost of more machines, 1 to 8, each with one r
 share the cores of this computer, so that the computation is a sleep of fixed length there:
 
 meeting     seconds from the command to a connected group, and what went through machine 1's card
-step        the sleep and an all-reduce of 2 MB: efficiency is the sleep's part of it
+step        the sleep and an all-reduce of 1 MB: efficiency is the sleep's part of it
 model       an all-reduce of S bytes over N ranks takes 2 (N - 1) a + 2 (N - 1) / N * S / b. The
             latency a and the bandwidth b are fitted on 2 and 4 machines; the rest is a prediction
 
@@ -49,11 +49,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-BUCKETS = (1, 2, 4, 8, 16)  # MiB; a layer has 1 MiB
+BUCKETS = (0.5, 1, 2, 4, 8)  # MiB; a layer has half a MiB, all of them six
 ACCUMULATED = (2, 4, 8, 16)  # batches
 CPU = torch.device("cpu")
-SIZES = (16_000, 250_000, 2_000_000)  # bytes of an all-reduce
-SLEEP = 0.1  # seconds: the computation of a step in the second part
+SIZES = (16_000, 125_000, 1_000_000)  # bytes of an all-reduce
+SLEEP = 0.05  # seconds: the computation of a step in the second part
 
 
 def new_model(layers, width, rows):
@@ -250,10 +250,10 @@ def tables(figures, weights):
 
 def main():
     new = parser(__doc__, rounds=5)
-    new.add_argument("--rates", nargs="+", default=["2gbit", "1gbit", "500mbit"])
+    new.add_argument("--rates", nargs="+", default=["4gbit", "2gbit", "1gbit"])
     new.add_argument("--growth-rate", default="200mbit")
     new.add_argument("--layers", type=number, default=12)
-    new.add_argument("--width", type=number, default=512)
+    new.add_argument("--width", type=number, default=368)
     new.add_argument("--rows", type=number, default=256, help="of a batch")
     new.add_argument("--batches", type=number, default=10, help="of a turn; default 10")
     new.add_argument("--machines", type=number, nargs="+", default=[1, 2, 4, 8],

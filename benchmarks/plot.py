@@ -147,7 +147,7 @@ def draw_network(result):
     for index, ((rate, sides), colour) in enumerate(zip(ddp.items(), colours, strict=False)):
         ranges(axes[0], [place + 0.25 * (index - 1) for place in range(3)],
                [sides[part] for part in parts], colour, rate, "o")
-        found = {int(name.split()[2]): ms for name, ms in sides.items() if "buckets" in name}
+        found = {float(name.split()[2]): ms for name, ms in sides.items() if "buckets" in name}
         ranges(axes[1], list(found), list(found.values()), colour, rate, "o-")
         found = {int(name.split()[0]): ms for name, ms in sides.items() if "one exchange" in name}
         found = {1: sides["exchange during backward"]} | found
@@ -157,9 +157,9 @@ def draw_network(result):
     axes[1].set_title("bucket size: a batch, ms")
     axes[2].set_title("batches an exchange: a batch, ms")
     for ax, name in ((axes[1], "MiB"), (axes[2], "batches")):
-        ticks = sorted({round(x) for line in ax.get_lines() for x in line.get_xdata()})
+        ticks = sorted({x for line in ax.get_lines() for x in line.get_xdata()})
         ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks, [str(n) for n in ticks])
+        ax.set_xticks(ticks, [f"{n:g}" for n in ticks])
         ax.minorticks_off()
         ax.set_xlabel(name)
     for ax in axes:
@@ -209,7 +209,7 @@ def ranges(ax, places, values, colour, label, style):
 def draw_recovery(result):
     figure, [ax] = new_figure(1, 2.8)
     columns, rows = result["tables"][0]["columns"], result["tables"][0]["rows"]
-    stacked(ax, [(row[0], [v for v in row[4:] if v is not None]) for row in rows], columns[4:])
+    stacked(ax, [(row[0], row[4:]) for row in rows], columns[4:])
     figure.suptitle("From SIGKILL of one of two ranks to the next trained step", x=0.01,
                     ha="left")
     snapshots, [ax] = new_figure(1, 3)

@@ -12,8 +12,8 @@ loading     until DDP() has returned: data, model, optimizer, and the snapshot. 
             or DDP() imports a good part of torch that is not needed before
 first step  until optimizer.step() has returned
 
-The floor: a script that does nothing, started again by torchrun, and the smallest DDP script. On
-top of this comes what was trained since the last snapshot, and is trained again.
+The floor is the smallest DDP script. On top of this comes what was trained since the last snapshot,
+and is trained again.
 
 The second table: seconds in which training stands still for a snapshot of a size, written as 02
 does, and how much of that would be left if it were copied and written in the background.
@@ -21,7 +21,6 @@ does, and how much of that would be left if it were copied and written in the ba
 
 import itertools
 import os
-import pathlib
 import re
 import signal
 import statistics
@@ -34,17 +33,16 @@ from launched import DEVICE, STATIONS, TORCHRUN, Job, alive, have_reached
 
 SCRIPT = load_script("02_torchrun_elastic.py")
 NAMES = ("noticing", "restart", "imports", "joining", "loading", "first step")
-NOTHING = "an empty script"
 SMALLEST = "smallest DDP script"
 
 
-def recover(command, last_station, epochs):
-    """Kill rank 1 of a job; return ([seconds of each of NAMES, as far as they apply], epoch).
+def recover(command, epochs):
+    """Kill rank 1 of a job after so many epochs; return ([seconds of each of NAMES], epoch).
 
     epoch: the median of the seconds of an epoch that the job has reported, or None.
     """
     with Job(*TORCHRUN, "--max-restarts=3", *command) as job:
-        first = job.wait_for(have_reached(last_station))
+        first = job.wait_for(have_reached(STATIONS[-1]))
         lines = r"epoch +\d+/.* \| +(\d+) images/s \| saved"
         job.wait_for(lambda job: len(re.findall(lines, job.output.read_text())) >= epochs)
         [victim] = [pid for pid, stations in first.items() if stations["rank"] == "1"]
@@ -53,9 +51,8 @@ def recover(command, last_station, epochs):
         os.kill(victim, signal.SIGKILL)
         job.wait_for(lambda job: not alive(survivor))
         times.append(time.time())
-        again = job.wait_for(have_reached(last_station, apart_from=first)).values()
-        for station in STATIONS[: STATIONS.index(last_station) + 1]:
-            times.append(max(rank[station] for rank in again))
+        again = job.wait_for(have_reached(STATIONS[-1], apart_from=first)).values()
+        times += [max(rank[station] for rank in again) for station in STATIONS]
         speeds = [int(speed) for speed in re.findall(lines, job.output.read_text())]
     epoch = statistics.median(8192 / speed for speed in speeds) if speeds else None
     return [after - before for before, after in itertools.pairwise(times)], epoch
@@ -80,8 +77,7 @@ def tables(figures):
     rows = []
     for name, rounds in figures["recoveries"].items():
         parts = [statistics.median(part) for part in zip(*rounds, strict=True)]
-        rows.append([name, *spread([sum(times) for times in rounds]), *parts,
-                     *[None] * (len(NAMES) - len(parts))])
+        rows.append([name, *spread([sum(times) for times in rounds]), *parts])
     columns = {"script": "", "seconds": ".2f", "least": ".2f", "most": ".2f"}
     columns |= {name: ".2f" for name in NAMES}
     found = [("from SIGKILL to the next trained step", columns, rows)]
@@ -110,16 +106,10 @@ def main():
         new.error("--megabytes: sizes above 0")
     # What 02 has within: without it, restarted workers read the addresses of the dead.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        empty = pathlib.Path(folder, "empty.py")
-        empty.write_text("import time\ntime.sleep(600)\n")
-        sides = {
-            NOTHING: lambda: recover([empty], "start", 0),
-            SMALLEST: lambda: recover(
-                [ROOT / "benchmarks/smallest_ddp.py", 60_000], "step done", 0),
-            "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], "step done", 2),
-        }
-        results = alternate(sides, args.rounds)
+    results = alternate({
+        SMALLEST: lambda: recover([ROOT / "benchmarks/smallest_ddp.py", 60_000], 0),
+        "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], 2),
+    }, args.rounds)
     figures = {name: [parts for parts, _ in found] for name, found in results.items()}
     epoch = statistics.median(epoch for _, epoch in results["02"])
     with tempfile.TemporaryDirectory(dir=args.folder, prefix=".snapshots-") as folder:

@@ -38,10 +38,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 SCRIPT = load_script("02_torchrun_elastic.py")
 
 
-def epoch_speed(device, share, steps, ddp):
+def epoch_speed(device, data, share, steps, ddp):
     """Return the images/s of all ranks of the present group together, in steps of 02's loop."""
     world_size = SCRIPT.dist.get_world_size()
-    train_set = TensorDataset(*SCRIPT.generate_data(share * steps * world_size))
+    train_set = TensorDataset(*(tensor[:share * steps * world_size] for tensor in data))
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(
         train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
@@ -69,6 +69,7 @@ def exchange_ms(device, steps):
 def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
     """Return {"setting ranks": [images/s of each round]}."""
     device, backend = SCRIPT.pick_device(rank)
+    data = SCRIPT.generate_data(batch_size * steps * max(world_sizes))
     turns = iter(range(10**6))
 
     def side(world_size, figure, *arguments, threads=1, batch=True):
@@ -90,18 +91,21 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
     sides = {}
     for world_size in world_sizes:
         share = batch_size // world_size
-        sides[f"per rank {world_size}"] = side(world_size, epoch_speed, batch_size, steps, True)
-        sides[f"in all {world_size}"] = side(world_size, epoch_speed, share, steps, True)
+        sides[f"per rank {world_size}"] = side(
+            world_size, epoch_speed, data, batch_size, steps, True)
+        sides[f"in all {world_size}"] = side(world_size, epoch_speed, data, share, steps, True)
         if device.type == "cpu":  # with GPUs, share_cores leaves the scheduling as it is
             sides[f"usual {world_size}"] = side(
-                world_size, epoch_speed, batch_size, steps, True, batch=False)
-        sides[f"strangers {world_size}"] = side(world_size, epoch_speed, batch_size, steps, False)
+                world_size, epoch_speed, data, batch_size, steps, True, batch=False)
+        sides[f"strangers {world_size}"] = side(
+            world_size, epoch_speed, data, batch_size, steps, False)
         sides[f"exchange {world_size}"] = side(world_size, exchange_ms, steps)
         if device.type == "cpu":
             sides[f"exchange, usual {world_size}"] = side(
                 world_size, exchange_ms, steps, batch=False)
     if device.type == "cpu":
-        sides["all cores 1"] = side(1, epoch_speed, batch_size, steps, True, threads=count_cores())
+        sides["all cores 1"] = side(
+            1, epoch_speed, data, batch_size, steps, True, threads=count_cores())
     return alternate(sides, rounds)
 
 
@@ -152,10 +156,10 @@ def tables(figures, batch_size, places):
 
 
 def main():
-    new = parser(__doc__, rounds=5)
+    new = parser(__doc__, rounds=9)
     new.add_argument("--ranks", type=number, nargs="+", help="default: 1 2 4, on GPUs 1 to all")
     new.add_argument("--batch-size", type=number, default=256)
-    new.add_argument("--steps", type=number, default=40, help="a turn; default 40")
+    new.add_argument("--steps", type=number, default=20, help="a turn; default 20")
     args = new.parse_args()
     gpus = torch.cuda.device_count()
     device = "cuda" if gpus else "cpu"

@@ -192,7 +192,7 @@ def tables(figures, device):
 
 
 def main():
-    new = parser(__doc__, rounds=7)
+    new = parser(__doc__, rounds=5)
     new.add_argument("--images", type=number, help="default: 8192, on a GPU 60000")
     new.add_argument("--batch-sizes", type=number, nargs="+", default=[64, 512])
     new.add_argument("--compile", action="store_true", help="try torch.compile, too")

@@ -95,7 +95,7 @@ def reasons_to_stop(rank, world_size, folder):
         return not math.isfinite(loss)
 
     return {"early stopping": early_stopping, "stop file": stop_file, "time limit": time_limit,
-            "loss is nan": loss_is_nan}  # fmt: skip
+            "loss is nan": loss_is_nan}
 
 
 def main():

@@ -75,7 +75,7 @@ def save_shards(model, optimizer, step, root):
 def state_of(model, optimizer, step):
     """The state to save: the shards of this rank, not copied, and the step. Add your scheduler's.
 
-    Not before the first step of a new optimizer: see load_folder().
+    Before the optimizer's first step, use this to load, and not to save: see load_folder().
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "step": step}

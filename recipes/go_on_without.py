@@ -55,12 +55,12 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-RANKS, STEPS, BATCH = 3, 10, 12  # BATCH: rows a step over all ranks; 3, 2 and 1 divide it
+RANKS, STEPS, BATCH = 3, 10, 12  # BATCH: rows of a step over all ranks; 3, 2 and 1 divide it
 KILL_STEP = 5
-START = 60  # seconds within which all processes have to come to the first meeting
-TIMEOUT = timedelta(seconds=10)  # a rank that makes the others wait for longer is a failure, too
-# At later meetings, whoever comes more than this after the first process is left out. Yours has to
-# be longer than the time between two collective calls: only there a survivor notices a death.
+START = 60  # seconds: the first meeting waits for all processes, at most so long
+TIMEOUT = timedelta(seconds=10)  # a rank that makes the others wait for longer counts as dead
+# A later meeting waits this long after its first process has come. Then it leaves out who is not
+# there. A survivor notices a death only in a collective call: take longer than between two of them.
 WINDOW = 2  # seconds
 
 

@@ -1,7 +1,8 @@
 """How do I send fewer bytes between the ranks in each step?
 
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)  # model: DDP. Half the bytes
-    # or, after 1000 steps that are sent whole, with far fewer bytes and a rougher gradient:
+    # or, after 1000 steps that are sent whole, with far fewer bytes and a rougher gradient (with
+    # Gloo, in one bucket only: see power_sgd below):
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=1000)
     model.register_comm_hook(state, powerSGD_hook)
 
@@ -19,7 +20,7 @@ rank (process) takes its own steps, and every few steps the ranks average their 
     [rank 0/2] local SGD                      8.41 MB sent, loss 0.0828
     [rank 0/2] PowerSGD, no error feedback   11.90 MB sent, loss 0.1350
     [rank 0/2] local SGD, rank 0's weights    7.36 MB sent, loss 0.0845
-    [rank 0/2] a step, beside exact: bfloat16 1/2 of the bytes; PowerSGD, after its start, 1/38
+    [rank 0/2] in a step, bfloat16 sends 1/2 of the bytes of exact; PowerSGD, after its start, 1/38
 
 The MB are those of the tensors that each rank gives to all_reduce(). PowerSGD sends its first 10
 steps whole here. "No error feedback" and "rank 0's weights" show two mistakes. Error feedback, on
@@ -158,8 +159,8 @@ def check(sent, last, loss):
             and loss["PowerSGD"] < loss["PowerSGD, no error feedback"]
             and loss["local SGD"] < loss["local SGD, rank 0's weights"]):
         raise RuntimeError(f"the losses do not order as this file says: {loss}")
-    log(f"a step, beside exact: bfloat16 1/{bfloat16:.0f} of the bytes; PowerSGD, after its start,"
-        f" 1/{power:.0f}")
+    log(f"in a step, bfloat16 sends 1/{bfloat16:.0f} of the bytes of exact; PowerSGD, after its"
+        f" start, 1/{power:.0f}")
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ loop stays as with DDP: each rank takes rows of its own.
     [rank 0/2] start_in_shards(): 445824 bytes of weights at most, not 594432; off by 4.4e-07
     [rank 0/2] FSDP2: 50% of DDP's bytes, 1 of 4 blocks whole, DDP's weights up to rounding
 
-The bytes are those kept between two steps. Leave room for activations, and for two whole blocks:
-torch gathers the next one early. "Off by" is the distance from DDP after 10 AdamW steps, relative
+The bytes are those kept between two steps. "Blocks whole" is the most blocks that were gathered at
+one moment. Leave room for activations, and for two whole blocks, since torch may gather the next
+one early. "Off by" is the distance from DDP after 10 AdamW steps, relative
 to how far the weights moved. "Only the root" is fully_shard(model) alone: the whole model is one
 block. An optimizer made first keeps the old whole weights and trains nothing, without an error.
 Rank 0's state_dict() has only its shards, which do not load into a plain model. A model too large

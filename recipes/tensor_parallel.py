@@ -1,6 +1,6 @@
 """How do I split a single layer over several GPUs?
 
-    mesh = init_device_mesh("cuda", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {
         "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(),  # a pair
         "first": ColwiseParallel(output_layouts=Replicate())})  # a layer without a partner
@@ -171,7 +171,7 @@ def compare_on(mesh, name, expected, device):
     gradient, weights = differences(expected, train(model, device, mesh, steps=STEPS))
     held = sum(p.to_local().numel() for p in model.parameters())
     log(f"{name} {held} of {len(expected[1])} weights on a rank: gradient off by {gradient:.1e},"
-        f" weights by {weights:.1e}")  # fmt: skip
+        f" weights by {weights:.1e}")
     if not (gradient < 1e-5 and weights < 1e-4):
         raise RuntimeError("split layers do not train like those of one process")
 
@@ -183,7 +183,7 @@ def compare_on(mesh, name, expected, device):
 
     model = parallelize(new_model(device), mesh, BLOCKS)
     message = ("got mixed torch.Tensor and DTensor" if mesh["dp"].size() == 1
-               else "must have the same mesh")  # fmt: skip
+               else "must have the same mesh")
     error = error_of(train, model, device, mesh)
     if message not in error:
         raise RuntimeError(f"a layer outside the plan, and clip_grad_norm_: {error}")
@@ -220,7 +220,7 @@ def full(tensor):
 def differences(expected, found):
     """Of the gradient, relative to its length; of the weights, the largest one."""
     return (((found[0] - expected[0]).norm() / expected[0].norm()).item(),
-            (found[1] - expected[1]).abs().max().item())  # fmt: skip
+            (found[1] - expected[1]).abs().max().item())
 
 
 def error_of(function, *args):

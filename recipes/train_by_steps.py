@@ -10,8 +10,8 @@
 Start your own script from this one. A small GPT learns to predict the next character of a text.
 torchrun starts the ranks (processes; on GPUs: --nproc-per-node=gpu, one for each). After one has
 died, it starts all of them again, at most --max-restarts times. All that is random follows from the
-number of the step. So a run that goes on from its snapshot ends with the weights of a run that was
-never killed, bit for bit (on a CPU, with the same number of ranks).
+number of the step. So a run that goes on from its snapshot ends as if it had never been killed. On
+a CPU, with the same number of ranks, its weights are the same bit for bit.
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
@@ -27,10 +27,10 @@ Now delete snapshot.pt, and let one rank kill itself in step 30. The sha256 is t
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         recipes/train_by_steps.py 60 20 --crash-step 30
 
-Replace what is marked "your": the data, the model, the loss. A script that only loads its weights
-again goes wrong elsewhere: AdamW forgets its moments, the learning rate warms up again, dropout
-draws other masks, examples come twice or never, a kill in the middle of a save leaves half a file,
-and restarted ranks wait for dead ones.
+Replace what is marked "your": the data, the model, the loss. Keep the rest. In a script that loads
+its weights again and no more, AdamW forgets its moments, and the learning rate warms up again.
+Dropout draws other masks, and examples come twice or never. A kill in the middle of a save leaves
+half a file. Restarted ranks wait for dead ones.
 """
 
 import argparse

@@ -24,14 +24,14 @@ first call that differs between the ranks shows where to look.
     [rank 0/2]   rank 1 made 3 calls, and no call 4
     [rank 0/2] both faults found: the rank, and the line of each call that was made
 
-[[7]]: the size of the tensor. Do not gather the records with a collective call: the group is
-broken. Files need none. When one rank has failed, torchrun ends the others by SIGTERM, and Python
-skips "finally". So start with signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)). A rank that
-hangs outside torch for good writes no file: "wrote no record". To see its line, call Python's
+[[7]] are the sizes of a call's tensors. Do not gather the records by a collective call: the group
+is broken. When one rank has failed, torchrun ends the others by SIGTERM, and Python skips
+"finally". So start with signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)). A rank that hangs
+outside torch for good writes no file: "wrote no record". To see its line, call Python's
 faulthandler.dump_traceback_later(600) before each step. Gloo's record lacks dist.send and recv.
 
-TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it checks each call, which
-is slow, and with Gloo it crashes DistributedDataParallel (DDP) on CPUs (torch 2.11 and 2.15).
+TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it makes the ranks compare
+each call, and with Gloo it crashes DistributedDataParallel (DDP) on CPUs (torch 2.11 and 2.15).
 
 With NCCL, torch itself writes the records at a timeout (documented, not run here). Set for all
 ranks TORCH_FR_DUMP_TEMP_FILE=/shared/fr_; "torchfrtrace /shared -p fr_" compares them. That tool

@@ -103,19 +103,19 @@ def test_anatomy_adds_up_what_a_step_shows(benchmark):
 
 
 def growth_of(latency, bandwidth, counts=(1, 2, 4, 8)):
-    """What machines would measure whose all-reduce follows the model; the step is 100 ms more."""
+    """What machines would measure whose all-reduce follows the model; the step is 50 ms more."""
     def ms(count, size):
         return 2 * (count - 1) * latency + 2 * (count - 1) / count * size / bandwidth
 
     return {str(count): {
         "begin": 1.0, "connected": 3.5, "joining": 0.5, "traffic": 2000,
         "ms": {f"all-reduce of {size} bytes": [ms(count, size)] for size in SIZES}
-        | {"step": [100 + ms(count, SIZES[-1])]}
+        | {"step": [50 + ms(count, SIZES[-1])]}
         | ({"ring of 04": [2 * ms(count, SIZES[-1])]} if count > 1 else {}),
     } for count in counts}  # fmt: skip
 
 
-SIZES = (16_000, 250_000, 2_000_000)
+SIZES = (16_000, 125_000, 1_000_000)
 
 
 def test_network_finds_the_latency_and_bandwidth_that_were_put_in(benchmark):
@@ -132,22 +132,19 @@ def test_network_finds_the_latency_and_bandwidth_that_were_put_in(benchmark):
     assert ddp["exchange after backward"] == [145, 140, 150, pytest.approx(4 / 3), 140 / 120, 1.5]
     assert "buckets of 8 MiB (the best)" in ddp and "buckets of 1 MiB" in ddp
     assert table_of(tables, "all-reduce of 12.5 MB") == {"1gbit": [100, 100, 90, 110, 105]}
-    # Of 2 MB over 8 machines: 14 messages of 0.5 ms, and 3.5 MB at 25 KB a ms.
+    # Of 1 MB over 8 machines: 14 messages of 0.5 ms, and 1.75 MB at 25 KB a ms.
     assert table_of(tables, "machines at 200mbit")[8] == pytest.approx(
-        [2.5, 0.5, 2, 247, 247, 247, 100 / 247, 2])
+        [2.5, 0.5, 2, 127, 127, 127, 50 / 127, 2])
     [(_, _, rows)] = [table for table in tables if table[0].startswith("the model: 0.50 ms")]
-    assert rows[-1] == pytest.approx(["8, predicted", 2000, 147, 147, 147, 147, 0])
-    assert table_of(tables, "the model's line")[16] == pytest.approx([165, 100 / 265])
+    assert rows[-1] == pytest.approx(["8, predicted", 1000, 77, 77, 77, 77, 0])
+    assert table_of(tables, "the model's line")[16] == pytest.approx([90, 50 / 140])
 
 
 def test_recovery_adds_its_parts_up(benchmark):
-    figures = {"recoveries": {"02": [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 8], [0, 2, 3, 4, 5, 6]],
-                              "an empty script": [[1, 2]] * 3},
+    figures = {"recoveries": {"02": [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 8], [0, 2, 3, 4, 5, 6]]},
                "snapshots": {"10": [[0.5, 0.1], [0.25, 0.2], [0.5, 0.1]]}, "epoch": 2}  # fmt: skip
     tables = benchmark("recovery").tables(figures)
-    assert table_of(tables, "from SIGKILL") == {
-        "02": [21, 20, 23, 1, 2, 3, 4, 5, 6],
-        "an empty script": [3, 3, 3, 1, 2, None, None, None, None]}
+    assert table_of(tables, "from SIGKILL") == {"02": [21, 20, 23, 1, 2, 3, 4, 5, 6]}
     assert table_of(tables, "a snapshot; an epoch of 02 took 2.00 s") == {
         "10 MB": [0.5, 0.25, 0.5, 20, 0.25, 50, 0.1, 0.1, 0.2, 0.8]}
 
@@ -260,7 +257,7 @@ def phrases():
         *(f"{script} {ranged(startup[script][3:6], 2)}" for script in ("01", "02", "03")),
         f"exchange after backward takes {ranged(at['exchange after backward'][3:6], 2)} times",
         f"best bucket size takes {ranged(best[3:6], 2)} times",
-        f"of 16 MiB {ranged(at['buckets of 16 MiB'][3:6], 2)} times",
+        f"of 8 MiB {ranged(at['buckets of 8 MiB'][3:6], 2)} times",
         f"every 16th batch takes {ranged(at['16 batches, one exchange'][3:6], 2)} times",
         *network_rows(json.loads((FOLDER / "results/network-cpu.json").read_text())),
     ]
@@ -287,7 +284,7 @@ def network_rows(result):
         start = f"| {machines} | {to_group:.1f} | {joining:.2f} | {traffic:.0f} |"
         ring, ms = "-", result["figures"]["growth"][str(machines)]["ms"]
         if "ring of 04" in ms:
-            of_gloo = ms["all-reduce of 2000000 bytes"]
+            of_gloo = ms[f"all-reduce of {SIZES[-1]} bytes"]
             ring = spread([a / b for a, b in zip(ms["ring of 04"], of_gloo, strict=True)], 1)
         yield f"{start} {ranged(step, 0)} | {efficiency:.2f} | {ring} |"
     [rows] = [rows for title, _, rows in tables if title.startswith("the model: ")]
@@ -318,6 +315,8 @@ def test_the_figures_of_the_front_page_are_those_of_the_document():
 def test_a_benchmark_runs(tmp_path, name):
     command = [PYTHON, FOLDER / f"{name}.py", *SMALLEST[name], "--results-dir", tmp_path]
     result = run(*command, cwd=tmp_path, timeout=600)
+    if result.status and "this benchmark needs machines of launch/lab" in result.output:
+        pytest.skip(result.output.splitlines()[-1])
     assert result.status == 0, result.output
     found = json.loads((tmp_path / f"{name}-cpu.json").read_text())
     assert json.dumps(found) in result.output.splitlines()

@@ -8,7 +8,7 @@ import re
 import runpy
 
 import pytest
-from support import ROOT, assert_fails, fork_ranks
+from support import ROOT, assert_fails, fork_ranks, numbers
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -17,8 +17,7 @@ RANKS = [2, pytest.param(3, marks=pytest.mark.long)]
 
 def figures(result, pattern):
     """{name: figure} of rank 0's lines that match the pattern, which has these two groups."""
-    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
-    return {m[1]: float(m[2]) for m in found if m}
+    return {name: float(figure) for name, figure in numbers(pattern, result)}
 
 
 # ---- unequal_micro_batches ----

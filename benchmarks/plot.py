@@ -49,13 +49,20 @@ def new_figure(panels, height, rows=1):
 
 
 def bars(ax, rows, form, colour):
-    """Horizontal bars of [(name, value)], from the top, with the values at their ends."""
-    names, values = zip(*rows, strict=True)
-    drawn = ax.barh(range(len(rows)), values, color=[colour(name) for name in names])
+    """Horizontal bars of [(name, median, least, most)], from the top, with the medians written."""
+    names, values, least, most = zip(*rows, strict=True)
+    drawn = ax.barh(range(len(rows)), values, color=[colour(name) for name in names],
+                    xerr=distances(values, least, most), error_kw={"elinewidth": 1})
     ax.bar_label(drawn, [form(value) for value in values], padding=3)
     ax.set_yticks(range(len(rows)), names)
     ax.invert_yaxis()
-    ax.set_xlim(0, max(values) * 1.25)
+    ax.set_xlim(0, max(most) * 1.25)
+
+
+def distances(values, least, most):
+    """How far a range goes down and up from each value, as matplotlib wants it."""
+    return [[v - low for v, low in zip(values, least, strict=True)],
+            [high - v for v, high in zip(values, most, strict=True)]]
 
 
 def stacked(ax, rows, parts):
@@ -82,12 +89,11 @@ def draw_throughput(result):
     in_two_rows = len(tables) % 2 == 0
     figure, axes = new_figure(len(tables), 4.2 if in_two_rows else 3.2, 1 + in_two_rows)
     for ax, table in zip(axes, tables, strict=True):
-        rows = [(name, speed) for name, speed, *_ in table["rows"]]
-        bars(ax, rows, lambda v: f"{v:,.0f}",
+        bars(ax, [row[:4] for row in table["rows"]], lambda v: f"{v:,.0f}",
              lambda name: {"02": BLUE, "limit: no input": GREY}.get(name, ORANGE))
         ax.set_title(table["title"])
         ax.set_xticks([])
-    figure.suptitle("Images a second, all ranks together", x=0.01, ha="left")
+    figure.suptitle("Images a second, all ranks together: median, least to most", x=0.01, ha="left")
     return {"": figure}
 
 
@@ -97,20 +103,23 @@ def draw_scaling(result):
     places = result["settings"]["cores or GPUs"]
     several = [(table["title"].partition(":")[0], table["rows"]) for table in result["tables"]
                if "efficiency" in table["columns"] and len(table["rows"]) > 1]
-    for (title, rows), (colour, style) in zip(several, styles, strict=False):
-        ranks = [row[0] for row in rows]
-        left.plot(ranks, [row[2] for row in rows], style, color=colour, label=title)
-        right.plot(ranks, [row[4] for row in rows], style, color=colour, label=title)
+    for index, ((title, rows), (colour, style)) in enumerate(zip(several, styles, strict=False)):
+        at = [row[0] + 0.05 * (index - 1.5) for row in rows]  # beside each other
+        for ax, ideal in ((left, [1] * len(rows)), (right, [row[3] for row in rows])):
+            values, least, most = ([row[column] / n for row, n in zip(rows, ideal, strict=True)]
+                                   for column in (2, 5, 6))
+            ax.errorbar(at, values, distances(values, least, most), fmt=style,
+                        color=colour, elinewidth=1, label=title)
     ranks = [row[0] for row in several[0][1]]
     left.plot(ranks, [min(n, places) for n in ranks], "--", color=GREY, label="ideal")
     right.plot(ranks, [1] * len(ranks), "--", color=GREY, label="ideal")
-    left.set_title(f"Times the speed of one rank ({places} cores or GPUs)")
+    left.set_title(f"Times the speed of one rank, least to most ({places} cores or GPUs)")
     right.set_title("Efficiency: of the ideal")
     for ax in (left, right):
         ax.set_xticks(ranks)
         ax.set_xlabel("ranks")
         ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="lower right")
     return {"": figure}
 
 
@@ -172,15 +181,15 @@ def draw_network(result):
     for kilobytes, colour in zip(sorted({row[1] for row in model["rows"]}), colours, strict=False):
         rows = [row for row in model["rows"] if row[1] == kilobytes]
         counts = [int(row[0].split(",")[0]) for row in rows]
-        left.errorbar(counts, [row[2] for row in rows], fmt="o", color=colour, label=(
-            f"{kilobytes:g} kB"), yerr=[[row[2] - row[3] for row in rows],
-                                        [row[4] - row[2] for row in rows]])
+        measured, least, most = zip(*(row[2:5] for row in rows), strict=True)
+        left.errorbar(counts, measured, distances(measured, least, most), fmt="o", color=colour,
+                      label=f"{kilobytes:g} kB")
         left.plot(counts, [row[5] for row in rows], ":", color=colour)
     left.set(xscale="log", yscale="log", xlabel="machines", title=(
         "all-reduce, ms; dotted: the model, fitted on 2 and 4"))
     left.set_xticks(counts, [str(n) for n in counts])
     left.minorticks_off()
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc=(0.02, 0.55))
     [measured] = [table for table in result["tables"] if table["title"].startswith("machines at")]
     efficiency = measured["columns"].index("efficiency")
     right.plot([row[0] for row in measured["rows"]],
@@ -200,10 +209,9 @@ def draw_network(result):
 
 def ranges(ax, places, values, colour, label, style):
     """Medians of lists of values, and lines from the least to the most."""
-    middles = [median(found) for found in values]
-    ax.errorbar(places, middles, fmt=style, color=colour, label=label, markersize=4, yerr=[
-        [middle - min(found) for middle, found in zip(middles, values, strict=True)],
-        [max(found) - middle for middle, found in zip(middles, values, strict=True)]])
+    middles, least, most = (list(map(part, values)) for part in (median, min, max))
+    ax.errorbar(places, middles, distances(middles, least, most), fmt=style, color=colour,
+                label=label, markersize=4)
 
 
 def draw_recovery(result):

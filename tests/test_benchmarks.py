@@ -257,7 +257,7 @@ def phrases():
         *(f"{script} {ranged(startup[script][3:6], 2)}" for script in ("01", "02", "03")),
         f"exchange after backward takes {ranged(at['exchange after backward'][3:6], 2)} times",
         f"best bucket size takes {ranged(best[3:6], 2)} times",
-        f"of 8 MiB {ranged(at['buckets of 8 MiB'][3:6], 2)} times",
+        f"A bucket of 8 MiB takes {ranged(at['buckets of 8 MiB'][3:6], 2)} times",
         f"every 16th batch takes {ranged(at['16 batches, one exchange'][3:6], 2)} times",
         *network_rows(json.loads((FOLDER / "results/network-cpu.json").read_text())),
     ]

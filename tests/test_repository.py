@@ -102,6 +102,7 @@ RUN_WHOLE = {
     "start by ssh": "test_lab.py",
     "by hand": "test_lab.py",
     "torch.distributed.launch": "test_lab.py",
+    "torchx": "test_torchx.py",
 }
 # They start processes of their own; their tests run these very commands.
 OWN_LAUNCH = ("fixed_port", "no_destroy", "orphans", "rank_never_arrives", "stale_addresses")

@@ -1,0 +1,44 @@
+"""TorchX starts 02 unchanged, and the jobs that it writes for Slurm and Kubernetes start 03."""
+
+import os
+import re
+import shutil
+
+import pytest
+import shown
+from support import PYTHON, ROOT, run
+
+pytestmark = pytest.mark.long
+
+
+def test_torchx_starts_the_scripts_unchanged(tmp_path):
+    """launch/README.md's commands as they stand, but for the first, which installs."""
+    pytest.importorskip("torchx", reason="pip install -r tests/requirements.txt")
+    yaml = pytest.importorskip("yaml", reason="pip install -r tests/requirements.txt")
+    for name in ("02_torchrun_elastic.py", "03_multinode.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    install, commands = shown.block("torchx").split("\n", 1)
+    assert install.startswith("pip install ")
+    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
+    result = run("bash", "-euc", commands, cwd=tmp_path, env={"PATH": path, "HOME": tmp_path})
+    assert result.status == 0, result.output
+    here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
+
+    assert re.search(r"\[rank 0/2\] epoch  5/5 .* saved in snapshot.pt", here), here
+    assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
+    assert "Job finished: SUCCEEDED" in here
+
+    torchrun = (r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
+                r" --rdzv_id .* --nnodes 2 --nproc_per_node 8 .* 03_multinode.py 50 10")
+    script = slurm.partition("#!/bin/bash\n")[2]
+    assert len(re.findall(torchrun, script)) == 2, slurm
+    assert re.findall(r"--mem=(\d+) --gpus-per-task=(\d)", script) == [("64000", "8")] * 2
+    job = yaml.safe_load(kubernetes.partition("=== SCHEDULER REQUEST ===\n")[2])
+    assert job["kind"] == "Job" and job["spec"]["schedulerName"] == "volcano"
+    pods = [task["template"]["spec"]["containers"] for task in job["spec"]["tasks"]]
+    assert len(pods) == 2
+    for [container] in pods:
+        assert container["image"] == "YOUR_IMAGE"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        shell, option, command = container["command"]
+        assert (shell, option) == ("bash", "-c") and re.fullmatch(torchrun, command), command

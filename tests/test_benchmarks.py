@@ -160,6 +160,11 @@ def test_startup_compares_each_script_with_its_own_launcher(benchmark):
 # ---- What is committed ----
 
 
+def nine_digits(tables):
+    """The tables with so many digits of each number: the rest depends on torch's version."""
+    return json.loads(json.dumps(tables), parse_float=lambda text: f"{float(text):.9g}")
+
+
 def test_the_results_shown_are_those_measured(benchmark):
     """The tables in the JSON are what today's code makes of the figures in it."""
     assert {path.stem for path in RESULTS} >= {f"{name}-cpu" for name in SMALLEST}
@@ -175,7 +180,7 @@ def test_the_results_shown_are_those_measured(benchmark):
         }.get(result["benchmark"], [])
         expected = [{"title": title, "columns": list(columns), "rows": rows}
                     for title, columns, rows in tables(result["figures"], *more)]  # fmt: skip
-        assert result["tables"] == json.loads(json.dumps(expected)), path.name
+        assert nine_digits(result["tables"]) == nine_digits(expected), path.name
         drawn = sorted(path.parent.glob(f"{path.stem}*.svg"))
         assert drawn, f"{path.name} has no picture: python benchmarks/plot.py"
         for picture in drawn:

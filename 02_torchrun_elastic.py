@@ -171,7 +171,7 @@ def resume(path, model, optimizer):
     except Exception as error:  # a damaged file can raise almost any exception
         reason = str(error).strip().partition("\n")[0]
         stop(f"cannot continue from {path} ({type(error).__name__}: {reason}): move it away to"
-             " start anew, or choose another --snapshot-path", status=1)
+             " start anew, or choose another --snapshot-path if it is another script's", status=1)
 
 
 # New in 02: without it, a resumed run with three or more ranks has other last bits.

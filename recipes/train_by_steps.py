@@ -18,11 +18,12 @@ a CPU, with the same number of ranks, its weights are the same bit for bit.
     [rank 0/2] batch size 32: 16 + 16 windows on the ranks, each in 2 micro-batches
     [rank 0/2] step   10/60 | loss 3.0983 | rate 1.00e-02 | norm  0.36 |   18129 tokens/s
     [rank 0/2] step   20/60 | loss 2.9560 | rate 9.30e-03 | norm  0.40 |   18204 tokens/s
-    [rank 0/2] step   20/60 | validation loss 3.0814 | saved in snapshot.pt
+    [rank 0/2] step   20/60 | validation loss 3.0814 | saved in train_by_steps.pt
     ...
     [rank 0/2] 2 replicas are identical, sha256 6236d430449d
 
-Now delete snapshot.pt, and let one rank kill itself in step 30. The sha256 is the same:
+Now delete train_by_steps.pt, and let one rank kill itself in step 30. The sha256 stays the same.
+(The figures above are those of Python 3.11, whose help text is what this trains on.)
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         recipes/train_by_steps.py 60 20 --crash-step 30
@@ -197,7 +198,7 @@ def load_snapshot(path, model, optimizer, scheduler):
     except Exception as error:  # a damaged file can raise almost any exception
         reason = str(error).strip().partition("\n")[0]
         stop(f"cannot continue from {path} ({type(error).__name__}: {reason}): move it away to"
-             " start anew, or choose another --snapshot-path", status=1)
+             " start anew, or choose another --snapshot-path if it is another script's", status=1)
 
 
 def settle_reduction_order(model, batch, args):
@@ -473,7 +474,7 @@ def parse_args():
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches on each rank")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where it can")
-    parser.add_argument("--snapshot-path", default="snapshot.pt")
+    parser.add_argument("--snapshot-path", default="train_by_steps.pt")
     parser.add_argument("--crash-step", type=int, help="kill the last rank there, on attempt 0")
     args = parser.parse_args()
     if min(args.total_steps, args.save_every, args.accumulate) < 1:

@@ -63,7 +63,7 @@ class Script:
         """The command line of a round."""
         # 13 windows: neither 2 nor 3 ranks, nor their two micro-batches, divide them.
         batch = ("--batch-size", 13) if self.unit == "step" else ("--data-dir", data_dir)
-        return self.total, save_every, *batch
+        return self.total, save_every, "--snapshot-path", "snapshot.pt", *batch
 
 
 SCRIPTS = {

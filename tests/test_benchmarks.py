@@ -308,7 +308,7 @@ def test_the_figures_of_the_front_page_are_those_of_the_document():
     front = (ROOT / "README.md").read_text().partition("\n## What it costs\n")[2]
     front = front.partition("\n## ")[0]
     figures = re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", front)
-    assert len(figures) == 5
+    assert len(figures) == 6
     assert [figure for figure in figures if figure not in page] == []
 
 

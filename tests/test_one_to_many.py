@@ -19,7 +19,7 @@ DIFF = shown.block("from one process to many")
 _, _, TEXT = shown.README.read_text().partition("\n## From one process to many\n")
 TEXT = TEXT.partition("\n## ")[0]
 [MAKE_AFTER] = re.findall(r"`(sed [^`]+ train\.diff > train\.py)`", TEXT)
-MAKE_BEFORE = MAKE_AFTER.translate(str.maketrans("+-", "-+")).replace("train.py", "plain.py")
+[MAKE_BEFORE] = re.findall(r"`(sed [^`]+ train\.diff > plain\.py)`", TEXT)
 LINE = re.MULTILINE
 
 ONE_EPOCH = {"range(5)": "range(1)"}
@@ -99,6 +99,9 @@ def test_the_diff_is_easy_to_read():
 def test_the_loop_before_learns_and_knows_of_no_other_process(scripts, plain):
     losses, _ = plain
     assert losses[-1] < losses[0] / 100
+    shown_losses = re.findall(r"`epoch ([04]): loss (\S+)`", TEXT)
+    off = [round(losses[int(number)] - float(loss), 3) for number, loss in shown_losses]
+    assert off == [0, 0] and [number for number, _ in shown_losses] == ["0", "4"]
     assert "dist" not in (scripts / "plain.py").read_text()
 
 

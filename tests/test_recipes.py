@@ -10,7 +10,7 @@ from support import PYTHON, ROOT, fork, fork_ranks, pretend_one_gpu, run, varian
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 NAMES = [path.stem for path in RECIPES]
 # What a recipe leaves in the reader's folder because its docstring says so.
-LEFT = {"train_by_steps": {"snapshot.pt", "snapshot.pt.lock"}}
+LEFT = {"train_by_steps": {"train_by_steps.pt", "train_by_steps.pt.lock"}}
 # They start processes anew, which takes ten seconds and more. In plain pytest, their own tests run
 # them in forked processes.
 SLOW = {"dry_run_1024_ranks", "go_on_without"}

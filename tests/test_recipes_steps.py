@@ -33,12 +33,13 @@ SHARED = "        loss = add_up_gradients(model, windows, share, args)\n"
 
 
 def train(folder, *arguments, script=SCRIPT, changes=None, **options):
-    """Run the script, or a variant of it, in folder."""
+    """Run the script, or a variant of it, in folder; test_recipes.py runs it with its own path."""
     folder.mkdir(exist_ok=True)
     if changes:
         (folder.parent / "variant").mkdir(exist_ok=True)
         script = variant(folder.parent / "variant", SCRIPT, changes)
-    return fork_ranks(script, *arguments, cwd=folder, **options)
+    path = () if "--snapshot-path" in arguments else ("--snapshot-path", "snapshot.pt")
+    return fork_ranks(script, *arguments, *path, cwd=folder, **options)
 
 
 def trained(*args, **kwargs):

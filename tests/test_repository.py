@@ -52,6 +52,7 @@ NOT_RUN = {
     "python docs/transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
     "python docs/transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",
     "torchrun --standalone --nproc-per-node=2 train.py": "test_one_to_many.py makes it and runs it",
+    "python plain.py": "test_one_to_many.py makes it and runs it",
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
@@ -103,6 +104,7 @@ RUN_WHOLE = {
     "by hand": "test_lab.py",
     "torch.distributed.launch": "test_lab.py",
     "torchx": "test_torchx.py",
+    "never killed": "test_repository.py",
 }
 # They start processes of their own; their tests run these very commands.
 OWN_LAUNCH = ("fixed_port", "no_destroy", "orphans", "rank_never_arrives", "stale_addresses")
@@ -244,6 +246,12 @@ def test_the_main_job_prints_what_the_readme_shows(tmp_path, request):
     compare_with_transcript(MAIN_JOB, result, request)
     assert "attempt 1: resumed from snapshot.pt at epoch 3" in result.lines(0)
     assert list(result.epochs()) == [1, 2, 3, 4, 5, 6] and result.epochs()[6][1] > 0.95
+    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
+    whole = run("sh", "-euc", shown.block("never killed"), cwd=tmp_path, env={"PATH": path})
+    assert whole.status == 0 and "crash" not in whole.output, whole.output
+    assert list(whole.epochs()) == [1, 2, 3, 4, 5, 6]
+    assert re.search(r" sha256 \w{12}$", whole.lines(0)[-1])
+    assert whole.lines(0)[-1] == result.lines(0)[-1]
 
 
 def other_versions(sources):

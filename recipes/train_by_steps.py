@@ -15,6 +15,7 @@ a CPU, with the same number of ranks, its weights are the same bit for bit.
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
+    [rank 0/2] data: 14432 + 100 windows of 32 characters, Python's help
     [rank 0/2] batch size 32: 16 + 16 windows on the ranks, each in 2 micro-batches
     [rank 0/2] step   10/60 | loss 3.0983 | rate 1.00e-02 | norm  0.36 |   18129 tokens/s
     [rank 0/2] step   20/60 | loss 2.9560 | rate 9.30e-03 | norm  0.40 |   18204 tokens/s
@@ -22,8 +23,9 @@ a CPU, with the same number of ranks, its weights are the same bit for bit.
     ...
     [rank 0/2] 2 replicas are identical, sha256 6236d430449d
 
-Now delete train_by_steps.pt, and let one rank kill itself in step 30. The sha256 stays the same.
-(The figures above are those of Python 3.11, whose help text is what this trains on.)
+Your figures will differ: each version of Python has another help text (this is that of 3.11.7), and
+CPUs round differently. But delete train_by_steps.pt, and let one rank kill itself in step 30: your
+second run ends with the sha256 of your first.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         recipes/train_by_steps.py 60 20 --crash-step 30

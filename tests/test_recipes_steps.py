@@ -58,7 +58,7 @@ def reports(result):
 
 def validations(result):
     """{step: validation loss} after each save."""
-    pattern = r"step +(\d+)/\d+ \| validation loss (\S+) \| saved in snapshot.pt"
+    pattern = r"step +(\d+)/\d+ \| validation loss (\S+) \| saved in \S+"
     found = [re.fullmatch(pattern, line) for line in result.lines(0)]
     return {int(m[1]): float(m[2]) for m in found if m}
 
@@ -407,8 +407,8 @@ def test_the_commands_of_the_docstring_end_with_the_same_weights(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         result = run(*words, cwd=folder)
-        assert result.status == 0 and files(folder) == ["snapshot.pt"], result.output
+        assert result.status == 0 and files(folder) == ["train_by_steps.pt"], result.output
         checksums.append(digest(result))
-    assert "attempt 1: resumed from snapshot.pt after step 20" in result.lines(0)
+    assert "attempt 1: resumed from train_by_steps.pt after step 20" in result.lines(0)
     assert checksums[0] == checksums[1]
     assert validations(result)[60] < 2.9

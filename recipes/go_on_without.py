@@ -59,8 +59,9 @@ RANKS, STEPS, BATCH = 3, 10, 12  # BATCH: rows of a step over all ranks; 3, 2 an
 KILL_STEP = 5
 START = 60  # seconds: the first meeting waits for all processes, at most so long
 TIMEOUT = timedelta(seconds=10)  # a rank that makes the others wait for longer counts as dead
-# A later meeting waits this long after its first process has come. Then it leaves out who is not
-# there. A survivor notices a death only in a collective call: take longer than between two of them.
+# A later meeting waits this long after its first process has come, and leaves out who is not there.
+# A survivor notices a death only in a collective call: yours must be longer than the time between
+# two of them.
 WINDOW = 2  # seconds
 
 

@@ -8,7 +8,7 @@ import time
 import uuid
 
 import pytest
-from support import PYTHON, ROOT, Result, end, start
+from support import ACTIVE, ROOT, Result, end, start
 
 LAB = ROOT / "launch/lab"
 
@@ -18,8 +18,7 @@ class Lab:
 
     def __init__(self, cwd, *up):
         self.cwd, self.up = cwd, up
-        path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
-        self.env = {"LAB": uuid.uuid4().hex, "PATH": path}
+        self.env = {"LAB": uuid.uuid4().hex, **ACTIVE}
         self.jobs = []
 
     def __call__(self, *words, check=True):

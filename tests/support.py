@@ -35,6 +35,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+# The environment of a shell in which the .venv is active.
+ACTIVE = {"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 forkserver = multiprocessing.get_context("forkserver")

@@ -1,13 +1,12 @@
 """pitfalls/ as a whole: mistake and cure side by side, and the commands of the docstrings."""
 
 import ast
-import os
 import re
 import shlex
 import shutil
 
 import pytest
-from support import PYTHON, ROOT, run
+from support import ACTIVE, ROOT, run
 
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 
@@ -53,8 +52,7 @@ def test_mistake_and_cure_stand_side_by_side(path):
 def test_a_launch_in_real_processes(tmp_path, command):
     """They also end: forked ones do not, and skip what can abort there."""
     shutil.copytree(ROOT / "pitfalls", tmp_path / "pitfalls")
-    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
-    result = run(*shlex.split(command), cwd=tmp_path, env={"PATH": path}, timeout=400)
+    result = run(*shlex.split(command), cwd=tmp_path, env=ACTIVE, timeout=400)
     assert result.status == 0, result.output
     outcome = "cured" if command.endswith(" --fixed") else "symptom"
     assert re.search(rf"^(\[rank 0/\d\] )?{outcome}: .+", result.output, re.MULTILINE)

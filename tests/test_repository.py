@@ -1,7 +1,6 @@
 """The promises of the collection as a whole: shared blocks are equal, every command shown runs."""
 
 import ast
-import os
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ from collections import Counter, defaultdict
 import pytest
 import shown
 from shown import masked
-from support import PYTHON, ROOT, assert_nothing_left, end, run, start
+from support import ACTIVE, PYTHON, ROOT, assert_nothing_left, end, run, start
 
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
@@ -161,8 +160,7 @@ def run_command(command, folder):
         shutil.copy(path, folder)
     for name in ("pitfalls", "recipes"):
         shutil.copytree(ROOT / name, folder / name)
-    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
-    return run(*shlex.split(command), cwd=folder, env={"PATH": path})
+    return run(*shlex.split(command), cwd=folder, env=ACTIVE)
 
 
 def test_every_command_is_run_or_has_its_reason():
@@ -246,8 +244,7 @@ def test_the_main_job_prints_what_the_readme_shows(tmp_path, request):
     compare_with_transcript(MAIN_JOB, result, request)
     assert "attempt 1: resumed from snapshot.pt at epoch 3" in result.lines(0)
     assert list(result.epochs()) == [1, 2, 3, 4, 5, 6] and result.epochs()[6][1] > 0.95
-    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
-    whole = run("sh", "-euc", shown.block("never killed"), cwd=tmp_path, env={"PATH": path})
+    whole = run("sh", "-euc", shown.block("never killed"), cwd=tmp_path, env=ACTIVE)
     assert whole.status == 0 and "crash" not in whole.output, whole.output
     assert list(whole.epochs()) == [1, 2, 3, 4, 5, 6]
     assert re.search(r" sha256 \w{12}$", whole.lines(0)[-1])

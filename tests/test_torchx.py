@@ -1,12 +1,11 @@
 """TorchX starts 02 unchanged, and the jobs that it writes for Slurm and Kubernetes start 03."""
 
-import os
 import re
 import shutil
 
 import pytest
 import shown
-from support import PYTHON, ROOT, run
+from support import ACTIVE, ROOT, run
 
 pytestmark = pytest.mark.long
 
@@ -19,8 +18,7 @@ def test_torchx_starts_the_scripts_unchanged(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     install, commands = shown.block("torchx").split("\n", 1)
     assert install.startswith("pip install ")
-    path = f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"
-    result = run("bash", "-euc", commands, cwd=tmp_path, env={"PATH": path, "HOME": tmp_path})
+    result = run("bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path})
     assert result.status == 0, result.output
     here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
 

@@ -55,8 +55,9 @@ def test_checkpoint_any_world_size(tmp_path):
         assert new_rows(result) == {"new folders": (0, 1024), "same folder": (shards, 1024)}
         step, digest = loaded_from(tmp_path / "saves", tmp_path)
         assert (step, digest) == (int(end), saved[3])
-    kept = sorted(path.name.rpartition("_")[0] for path in (tmp_path / "saves").glob("step_*"))
-    assert kept == ["step_20", "step_30"]
+    # After the second "_" the name is random, and may have more of them.
+    kept = sorted(path.name.split("_")[1] for path in (tmp_path / "saves").glob("step_*"))
+    assert kept == ["20", "30"]
 
 
 @pytest.mark.parametrize(("message", "old", "new"), [

@@ -454,8 +454,8 @@ def work(store, me, tasks):
 def take_task(store):
     """Return a task from the queue, or None while it is empty."""
     # Without block=False, the call waits and then pops. In between another process can be faster.
-    # With torch 2.15 such a call also left an answer behind on its connection, and the next wait
-    # there returned at once, for a key that nobody had set.
+    # With torch 2.15 such a call also left an answer behind on its connection. The next wait there
+    # then returned at once, for a key that nobody had set.
     try:
         return store.queue_pop("tasks", block=False).decode()
     except dist.QueueEmptyError:

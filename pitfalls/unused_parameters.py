@@ -8,8 +8,8 @@ averages gradients in buckets (groups of some MB), when all gradients of a bucke
 one never comes. backward() ends without an error, and each rank has its own gradients.
 
 Recognise it: the next step fails with "Expected to have finished reduction in the prior iteration"
-and the numbers of the parameters (their names, with TORCH_DISTRIBUTED_DEBUG=INFO in front of the
-command). If the last step of a job leaves a layer out, nothing fails.
+and the numbers of the parameters. With TORCH_DISTRIBUTED_DEBUG=INFO in front of the command, it
+gives their names, too. If the last step of a job leaves a layer out, nothing fails.
 Cure: find_unused_parameters=True. It costs a walk through the graph in each step. Cheaper: have no
 idle layers, or add 0 * self.idle(x).sum() to what forward() returns.
 """

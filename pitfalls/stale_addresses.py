@@ -18,6 +18,7 @@ Each attempt then gets a new store.
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,9 +57,11 @@ def main(cure):
         command = [*torchrun, "--max-restarts=3", *sys.argv]
         job = subprocess.run(command, check=False, capture_output=True, text=True)
         jobs += 1
-        restarts, lost = max(job.stdout.split()[1::2]), job.stderr.count("connectFullMesh failed")
-        print(f"job {jobs}: exit status {job.returncode}, restarts {restarts},"
-              f" {lost} lines 'Gloo connectFullMesh failed'", flush=True)
+        restarts = max(re.findall(r"^attempt (\d)", job.stdout, re.MULTILINE))
+        lost = re.findall("Gloo connectFullMesh failed.*", job.stderr)
+        refused = sum("Connection refused" in line for line in lost)
+        print(f"job {jobs}: status {job.returncode}, restarts {restarts}, {len(lost)} lines 'Gloo"
+              f" connectFullMesh failed', {refused} with 'Connection refused'", flush=True)
         clean += (job.returncode, restarts) == (0, "1")
     if cure != (clean == jobs):
         raise RuntimeError(f"{clean} of {jobs} jobs went on after one restart")

@@ -11,7 +11,7 @@ from support import PYTHON, ROOT, fork_ranks, run
 
 def launch(name, cwd, *arguments):
     """Run a pitfall that starts processes of its own, for real; return its lines."""
-    result = run(PYTHON, ROOT / f"pitfalls/{name}.py", *arguments, cwd=cwd, timeout=400)
+    result = run(PYTHON, ROOT / f"pitfalls/{name}.py", *arguments, cwd=cwd, timeout=1200)
     assert result.status == 0, result.output
     return result.output.splitlines()
 
@@ -51,7 +51,7 @@ def test_download_by_all(tmp_path):
     broken, fixed = both("download_by_all", tmp_path)
     pattern = r"symptom: of 600000 bytes the ranks have read \[(\d+), (\d+)\]"
     first, second = last_line(broken, pattern)
-    assert first == 600_000 and 0 < second < 600_000
+    assert first == 600_000 and 0 <= second < 600_000
     assert fixed.lines(0) == ["cured: of 600000 bytes the ranks have read [600000, 600000]"]
 
 
@@ -103,7 +103,8 @@ def test_orphans(tmp_path):
 
 @pytest.mark.long
 def test_stale_addresses(tmp_path):
-    job = r"job \d+: exit status (\d), restarts (\d), (\d+) lines 'Gloo connectFullMesh failed'"
+    job = (r"job \d+: status (\d), restarts (\d), (\d+) lines 'Gloo connectFullMesh failed',"
+           r" (\d+) with 'Connection refused'")  # fmt: skip
     *jobs, last = launch("stale_addresses", tmp_path)
     found = [re.fullmatch(job, line).group(1, 2) for line in jobs]
     clean = len(jobs) - 1

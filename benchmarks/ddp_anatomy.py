@@ -16,6 +16,7 @@ import os
 import pathlib
 
 import torch
+import torch.distributed as dist
 from common import finish, load_script, number, parser, process_group, run_ranks, spread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -46,6 +47,7 @@ def profile_step(model, batch, optimizer):
             loss.backward()
         with record_function("## optimizer"):
             optimizer.step()
+        dist.barrier()  # the thread that exchanges notes the end of it a moment later
         if batch.is_cuda:
             torch.cuda.synchronize()
     lanes = {"## forward": "forward", "## backward": "backward", "## optimizer": "optimizer",

@@ -13,6 +13,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest -m gpu gives them back to the commands that it runs.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Nor does what the caller has set for jobs of his own reach them.
+for name in list(os.environ):
+    if name == "RANK" or name.startswith(("OMP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "WORLD_",
+                                          "TORCHELASTIC_", "TORCH_DISTRIBUTED_")):  # fmt: skip
+        del os.environ[name]
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 import pytest
 from support import PYTHON, make_digits, run, write_digits

@@ -52,7 +52,7 @@ class Lab:
                                    env={**self.env, **env})))  # fmt: skip
         return self.jobs[-1]
 
-    def run(self, *calls, timeout=120, **env):
+    def run(self, *calls, timeout=300, **env):
         """Run each (node, command...) at the same time; return their Results."""
         return [job.result(timeout) for job in [self.start(*call, **env) for call in calls]]
 

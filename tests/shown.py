@@ -14,6 +14,7 @@ Links: each leads to a file, and its anchor to a title there, or to a page on th
 
 import os
 import re
+import tempfile
 
 from support import ROOT
 
@@ -66,9 +67,11 @@ def masked(lines):
         r"\S+(?=( +\d+){3} +(cpu|cuda:\d+) +\d+$)": "MACHINE",
         r"(?<=RUN_ID=)\S+": "JOB",
         r"\b[0-9a-f]{12}\b": "#",
-        r"/tmp/\w+": "FOLDER",
-        r" *(\d+\.)?\d+": "#",
+        rf"({re.escape(tempfile.gettempdir())}|/tmp)/\w+": "FOLDER",
+        r" *(\d+\.)?\d+(e[+-]\d+)?": "#",
         "#+": "#",
+        " +": " ",
+        r"(?<=did#:)#? *$": "",  # a process may do none
     }
     for pattern, mask in masks.items():
         lines = [re.sub(pattern, mask, line) for line in lines]

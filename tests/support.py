@@ -40,6 +40,9 @@ ACTIVE = {"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 forkserver = multiprocessing.get_context("forkserver")
+# To start a process also looks whether others have ended, those of other threads, too. Of two
+# threads that look at the same moment, one finds the exit code gone, and takes it for 255.
+looking = threading.Lock()
 # All that the scripts and the tests' own modules import: else each process imports it anew.
 forkserver.set_forkserver_preload([
     "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
@@ -69,6 +72,11 @@ def play_machine():
     socket.gethostname = lambda: name
     addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
     socket.gethostbyname = lambda name: addresses.get(name, name)
+
+
+def one_core():
+    """Called in a child: one thread, as with several, the last bits depend on their number."""
+    os.sched_getaffinity = lambda _: {0}
 
 
 def record_draws():
@@ -292,7 +300,7 @@ def family(process, itself=False):
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
-            command = (folder / "cmdline").read_text().replace("\0", " ")
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
         except OSError:
             continue  # it has just ended
         if process.mark.encode() in environment and (itself or int(folder.name) != process.pid):
@@ -407,12 +415,14 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
             for env, worker in zip(environments, workers or [None] * len(environments), strict=True)
         ]
         for process in processes:
-            process.start()
+            with looking:
+                process.start()
         deadline = time.monotonic() + timeout
         try:
             while True:
-                alive = [process.sentinel for process in processes if process.is_alive()]
-                status = next((process.exitcode for process in processes if process.exitcode), 0)
+                with looking:
+                    alive = [process.sentinel for process in processes if process.is_alive()]
+                    status = next((p.exitcode for p in processes if p.exitcode), 0)
                 if status or not alive:
                     break
                 assert wait(alive, max(0, deadline - time.monotonic())), (

@@ -26,6 +26,7 @@ from support import (
     limit_file_size,
     load,
     machine,
+    one_core,
     play_machine,
     pretend_one_gpu,
     run,
@@ -57,7 +58,7 @@ def sigterm_in_epoch_2():
 
 def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2, **options):
     folder.mkdir(exist_ok=True)
-    before = (play_machine, *before)
+    before = (play_machine, one_core, *before)
     return fork_ranks(script, *arguments, cwd=folder, world_size=world_size, nodes=nodes,
                       before=before, **options)  # fmt: skip
 
@@ -67,7 +68,8 @@ def whole(tmp_path_factory, mnist_dir):
     """(result, snapshot) of four epochs of 02 on one machine with four ranks."""
     folder = tmp_path_factory.mktemp("whole")
     arguments = (4, 1, "--data-dir", mnist_dir)
-    result = fork_ranks("02_torchrun_elastic.py", *arguments, cwd=folder, world_size=4)
+    result = fork_ranks("02_torchrun_elastic.py", *arguments, cwd=folder, world_size=4,
+                        before=one_core)  # fmt: skip
     assert result.status == 0, result.output
     return result, load(folder)
 

@@ -116,7 +116,7 @@ def test_barriers(shown):
     size, _, found = shown
     came = [numbers(cell)[0] for cell in column(found["barrier"], "comes at")]
     left = [numbers(cell)[0] for cell in column(found["barrier"], "goes on at")]
-    assert came == sorted(came) and min(left) >= max(came) > 0
+    assert min(left) >= max(came) > min(came)
     line = f"Rank {size - 1} failed to pass monitoredBarrier in 1000 ms"
     assert found["monitored_barrier"][-1].endswith(line)
 

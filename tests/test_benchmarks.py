@@ -20,7 +20,7 @@ FOLDER = ROOT / "benchmarks"
 SMALLEST = {
     "throughput": ["--rounds=1", "--images=256", "--batch-sizes=64"],
     "scaling": ["--rounds=1", "--ranks", 1, 2, "--batch-size=32", "--steps=4"],
-    "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=64", "--batch-size=4"],
+    "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=256", "--batch-size=4"],
     "network": ["--rounds=1", "--batches=2", "--layers=2", "--width=64", "--rows=8",
                 "--rates", "500mbit", "--machines", 1, 2, 4],
     "recovery": ["--rounds=1", "--megabytes", 0.1, 1],

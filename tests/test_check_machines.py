@@ -10,7 +10,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support import files, fork, fork_ranks, machine, play_machine, pretend_one_gpu, variant
+from support import (
+    files,
+    fork,
+    fork_ranks,
+    free_port,
+    machine,
+    play_machine,
+    pretend_one_gpu,
+    variant,
+)
 
 SCRIPT = "launch/check_machines.py"
 
@@ -30,9 +39,10 @@ def own_store(port):
 def store(request):
     """Functions to call in a child, so that the job has this kind of store."""
     if request.param == "store of torchrun":
-        return ()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return (functools.partial(own_store, server.getsockname()[1]),)
+        yield ()
+        return
+    with free_port() as port:
+        yield (functools.partial(own_store, port),)
 
 
 def test_passes(tmp_path, store):

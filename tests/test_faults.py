@@ -131,7 +131,7 @@ def refused_or_unharmed(folder, content, good, mnist_dir):
 def test_a_snapshot_cut_at_any_length_is_refused(tmp_path, mnist_dir, good):
     content = good[0]
     lengths = [*range(0, len(content), len(content) // 15), *range(len(content) - 4, len(content))]
-    assert len(lengths) == 20
+    assert len(lengths) in (19, 20)
     for length in lengths:
         assert refused_or_unharmed(tmp_path, content[:length], good, mnist_dir) == "refused"
 

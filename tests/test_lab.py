@@ -126,13 +126,13 @@ def test_links_are_held_to_a_rate(tmp_path):
         def assert_at_most(limit, found):
             assert found < limit * 1.05 + 2, "more than a burst above it"
 
-        assert_at_most(50, rate("node1", "node2", 2_000_000))
-        assert_at_most(50, rate("node2", "node1", 2_000_001))
+        assert_at_most(50, rate("node1", "node2", 6_000_000))
+        assert_at_most(50, rate("node2", "node1", 6_000_001))
         lab("rate", "node2", "10mbit")  # what it sends, and what is sent to it
         assert re.search("node1 .* 50Mbit .*\nnode2 .* 10Mbit ", lab("list"))
         assert_at_most(10, rate("node1", "node2", 1_000_000))
         assert_at_most(10, rate("node2", "node1", 1_000_001))
-        assert_at_most(50, rate("node3", "node1", 2_000_002))
+        assert_at_most(50, rate("node3", "node1", 6_000_002))
         lab("rate", "node1", "off")
         lab("rate", "node2", "off")
         assert rate("node1", "node2", 50_000_000) > 50, "as fast as this computer"
@@ -211,7 +211,7 @@ def test_the_story_of_the_document(tmp_path, request):
     try:
         moment, _ = job.wait_for(r"^\[rank 0/4\] epoch +4/")
         (tmp_path / "go0").touch()
-        job.wait_for(r"^\[rank 0/2\] resumed from snapshot.pt of node1 at epoch 4", moment)
+        job.wait_for(r"^\[rank 0/2\] resumed from snapshot.pt of node1 at epoch \d", moment)
         moment, _ = job.wait_for(r"^\[rank 0/2\] epoch", moment)
         (tmp_path / "go1").touch()
         job.wait_for(r"^\[rank 0/2\] this rank was asked to leave", moment)
@@ -304,8 +304,9 @@ class Elastic:
         saved, last, resumed = 0, 0, 0
         for _, line in lines:
             if m := re.search(r"resumed from snapshot.pt of node\d at epoch (\d+)", line):
-                assert int(m[1]) == saved + 1 and last - saved < 3, line
-                last, resumed = saved, resumed + 1
+                found = int(m[1]) - 1  # or one more save, whose rank was killed before it said so
+                assert last - saved < 3 and (found == saved or found == last + 1 == saved + 3), line
+                saved, last, resumed = found, found, resumed + 1
             elif m := re.search(r"^\[rank 0/\d\] epoch +(\d+)/1000 .*images/s( \| saved)?", line):
                 assert int(m[1]) == last + 1, line
                 last, saved = last + 1, last + 1 if m[2] else saved
@@ -364,7 +365,10 @@ def test_a_cut_link_and_its_mending(lab):
     lab("kill", "node1")
     left = job.jobs[1].result(60)
     assert left.status != 0
-    assert HEARTBEAT in left.output and HEARTBEAT in shown.PITFALLS.read_text()
+    # The first one only if a heartbeat was due before torchrun saw that its processes had failed.
+    messages = (HEARTBEAT, "has failed to shutdown the rendezvous")
+    assert any(message in left.output for message in messages), left.output
+    assert HEARTBEAT in shown.PITFALLS.read_text()
     job.jobs += [lab.start(node, *job.command) for node in ("node1", "node2")]
     job.until(4, "resumed from")
     job.until(4, "epoch")

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from pitfall_runs import both, last_line, show_alone
 
 
@@ -59,7 +60,8 @@ def test_learning_rate_and_world_size(tmp_path):
     (steps, loss), (fewer_steps, higher_loss) = epochs(broken)[1, 16], epochs(broken)[4, 16]
     assert (steps, fewer_steps) == (64, 16) and higher_loss > 2 * loss
     assert last_line(fixed, f"cured: {facts}")[0] < 1e-5
-    assert epochs(fixed)[4, 4] == epochs(fixed)[1, 16] == (steps, loss)
+    assert epochs(fixed)[1, 16] == (steps, loss)
+    assert epochs(fixed)[4, 4] == (steps, pytest.approx(loss, abs=2e-4))
 
 
 def test_a_small_batch_norm(tmp_path):

@@ -50,8 +50,9 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
     assert shown_output(name), "no output in the docstring"
     for line in shown_output(name):
         assert masked([line]) in printed, (line, result.output)
-    assert not [line for line in result.output.splitlines() if len(line) > 100]
-    assert "Warning" not in result.output
+    # On a single core, PyTorch warns of a DataLoader with two workers.
+    lines = [line for line in result.output.splitlines() if "suggested max number" not in line]
+    assert not [line for line in lines if len(line) > 100 or "Warning" in line]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == LEFT.get(name, set()), "files left in the reader's folder"
 

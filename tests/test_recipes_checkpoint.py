@@ -197,8 +197,8 @@ def test_jobs_killed_at_random(tmp_path, way):
             wait_until(lambda: said("saving") or not all(p.is_alive() for p in processes),
                        (tmp_path / "output").read_text)  # fmt: skip
             time.sleep(moments.uniform(0, 0.5))  # the moment of the kill is by chance: that is it
+            assert all(p.is_alive() for p in processes), (tmp_path / "output").read_text()
             for process in moments.sample(processes, len(processes)):
-                assert process.is_alive(), (tmp_path / "output").read_text()
                 process.kill()
         assert said("loaded") == (dict([before]) if before else {}), number
         after = loaded_from(root, tmp_path)

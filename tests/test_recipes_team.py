@@ -44,7 +44,7 @@ def test_metrics(tmp_path):
 @pytest.mark.parametrize(("message", "old", "new"), [
     ("AUC over all ranks: 0.8105", "return metric(*gather_rows(scores, labels))",
      "return mean_of_metrics(metric, scores, labels)"),
-    ("F1 over all ranks: 0.3", "    dist.all_reduce(counts)  # adds them up", "    # adds them up"),
+    ("F1 over all ranks: 0.", "    dist.all_reduce(counts)  # adds them up", "    # adds them up"),
     pytest.param("the mean of the ranks' AUC is right here: 0.7",
                  "metric(scores, labels), device=scores",
                  "metric(*gather_rows(scores, labels)), device=scores", marks=pytest.mark.long),
@@ -85,13 +85,13 @@ def test_stream_hangs_without_the_agreement(tmp_path):
     """Rank 0 then waits in its third step for rank 1, which has left: until a short timeout."""
     script = variant(tmp_path, "recipes/stream.py", {
         "    dist.all_reduce(have, op=dist.ReduceOp.MIN)": "    # dist.all_reduce(have)",
-        "timeout=timedelta(seconds=60)": "timeout=timedelta(seconds=2)",
+        "timeout=timedelta(seconds=60)": "timeout=timedelta(seconds=10)",
         "    have, took =": "    time.sleep(60 if rank else 0)\n    have, took =",
     })  # fmt: skip
     result = fork_ranks(script, cwd=tmp_path)
     assert result.status == 1
     assert "all_reduce(torch.ones(1, device=device))" in result.output, result.output
-    assert "Timed out waiting 2000ms" in result.output
+    assert "Timed out waiting 10000ms" in result.output
 
 
 # ---- contrastive ----

@@ -160,7 +160,7 @@ def run_command(command, folder):
         shutil.copy(path, folder)
     for name in ("pitfalls", "recipes"):
         shutil.copytree(ROOT / name, folder / name)
-    return run(*shlex.split(command), cwd=folder, env=ACTIVE)
+    return run(*shlex.split(command), cwd=folder, env=ACTIVE, timeout=600)
 
 
 def test_every_command_is_run_or_has_its_reason():

@@ -18,7 +18,8 @@ def test_torchx_starts_the_scripts_unchanged(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     install, commands = shown.block("torchx").split("\n", 1)
     assert install.startswith("pip install ")
-    result = run("bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path})
+    environment = ACTIVE | {"HOME": tmp_path}
+    result = run("bash", "-euc", commands, cwd=tmp_path, env=environment, timeout=600)
     assert result.status == 0, result.output
     here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
 

@@ -827,7 +827,7 @@ def explain(script):
         environment = {"MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2",
                        **environment}  # fmt: skip
         with (
-            patch.dict(os.environ, environment),
+            patch.dict(os.environ, environment, clear=True),
             patch.object(socket, "gethostname", lambda: "node1"),
             patch.object(socket, "gethostbyname", look_up),
         ):

@@ -8,9 +8,9 @@ Why this is a script of its own: every rank of a distributed job runs the same l
 download=True in a training script, all ranks write the same files at the same time, and one reads
 what another has only half written. So download first, and train with download=False.
 
-A set that is there and whole is left alone; a damaged one is fetched again. The files come into
-MNIST.partial, beside MNIST, and are moved into place when all are complete. So MNIST never holds
-half of a file, whatever ends the download. The next call goes on from there.
+A set that is there and whole is left alone; a damaged one is fetched again. Files are downloaded
+into MNIST.partial, beside MNIST, and moved into place when all are complete. So MNIST never holds
+half a file, whatever ends the download. The next call goes on from there.
 
 Without the set the training scripts still run, on generated images of the same shape.
 """

@@ -47,9 +47,10 @@ def profile_step(model, batch, optimizer):
             loss.backward()
         with record_function("## optimizer"):
             optimizer.step()
-        dist.barrier()  # the thread that exchanges notes the end of it a moment later
         if batch.is_cuda:
             torch.cuda.synchronize()
+        else:
+            dist.barrier()  # Gloo's thread notes the end of the last exchange a moment after it
     lanes = {"## forward": "forward", "## backward": "backward", "## optimizer": "optimizer",
              "AddmmBackward0": "layers", "gloo:all_reduce": "all_reduce"}
     spans = []

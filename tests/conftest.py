@@ -13,7 +13,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest -m gpu gives them back to the commands that it runs.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Nor does what the caller has set for jobs of his own reach them.
+# Variables for the caller's own jobs, and a proxy, would change what the tests see.
 for name in list(os.environ):
     if name == "RANK" or name.startswith(("OMP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "WORLD_",
                                           "TORCHELASTIC_", "TORCH_DISTRIBUTED_")):  # fmt: skip

@@ -40,9 +40,9 @@ ACTIVE = {"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 forkserver = multiprocessing.get_context("forkserver")
-# To start a process also looks whether others have ended, those of other threads, too. Of two
-# threads that look at the same moment, one finds the exit code gone, and takes it for 255.
-looking = threading.Lock()
+# Starting a process also asks whether others have ended, even those of other threads. When two
+# threads ask at the same moment, one of them finds the exit code gone, and reports 255.
+asking = threading.Lock()
 # All that the scripts and the tests' own modules import: else each process imports it anew.
 forkserver.set_forkserver_preload([
     "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
@@ -75,7 +75,7 @@ def play_machine():
 
 
 def one_core():
-    """Called in a child: one thread, as with several, the last bits depend on their number."""
+    """Called in a child: one thread. With more, the last bits depend on how many there are."""
     os.sched_getaffinity = lambda _: {0}
 
 
@@ -415,12 +415,12 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
             for env, worker in zip(environments, workers or [None] * len(environments), strict=True)
         ]
         for process in processes:
-            with looking:
+            with asking:
                 process.start()
         deadline = time.monotonic() + timeout
         try:
             while True:
-                with looking:
+                with asking:
                     alive = [process.sentinel for process in processes if process.is_alive()]
                     status = next((p.exitcode for p in processes if p.exitcode), 0)
                 if status or not alive:

@@ -50,7 +50,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from tqdm import tqdm
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: NCCL 10, Gloo 30
+TIMEOUT = timedelta(minutes=10)  # how long ranks wait for each other: longer than a save may take
 
 
 def main():
@@ -73,8 +73,8 @@ def worker(rank, world_size, meeting_point, args):
     listen_locally()  # nobody else has to reach these processes
 
     # Step 2: meet. Every process leaves its network address at the meeting point, and waits until
-    # all others have done so. Then they are connected: they are a process group. If one never
-    # comes, the others give up after TIMEOUT. TIMEOUT also limits every later collective.
+    # all others have done so. Then they are connected: they are a process group. TIMEOUT limits
+    # every later collective: when one rank stops, the others fail, and do not wait for ever.
     dist.init_process_group(
         backend, init_method=meeting_point, rank=rank, world_size=world_size, timeout=TIMEOUT,
         device_id=device if backend == "nccl" else None)  # NCCL wants to know its GPU
@@ -109,7 +109,8 @@ def train(device, args):
     loader = DataLoader(
         train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
-    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+    batch = f"{world_size} ranks x {share} images"
+    log(f"batch size {share * world_size}: {batch}")
 
     # With dropout in your model, seed again before each step in train_epoch, so that no two steps
     # or ranks share a mask: torch.manual_seed(SEED + step * world_size + rank), with step counted
@@ -126,7 +127,8 @@ def train(device, args):
     # stay equal. Move the model to its device first: DDP makes its buckets there.
     # gradient_as_bucket_view: the gradients live in the buckets, not beside them.
     model = DDP(model, gradient_as_bucket_view=True)
-    check_gradients(model, *next(iter(loader)), device)  # not with dropout: its masks would differ
+    # Needs memory for the whole batch on each device. In a script of your own, leave it out.
+    check_gradients(model, *next(iter(loader)), device)
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     for epoch in range(1, args.total_epochs + 1):
@@ -148,22 +150,27 @@ def train(device, args):
     check_replicas(model)
 
 
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # TF32 is too coarse to compare
 def check_gradients(model, images, labels, device):
     """Raise RuntimeError unless DDP leaves the gradient that one process computes on all images.
 
     model: the DDP wrapper; images (n, 28, 28), labels (n,): this rank's share of a batch, on the
-    CPU. Tolerance: 1e-5 of the gradient's largest entry. Rounding stays well below that.
+    CPU. Tolerance: 1e-5 of the gradient's largest entry. In float32, rounding stays below that.
     """
     def gradient(net, images, labels):
         net.zero_grad()
         cross_entropy(net(images.to(device)), labels.to(device)).backward()
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
+    # As in evaluation: no dropout, and BatchNorm by its running mean. When it trains, BatchNorm
+    # normalises by a rank's own images, and that differs: see pitfalls/small_batch_norm.py.
+    model.eval()
     alone = copy.deepcopy(model.module)  # the same weights without DDP: nothing is averaged here
     # gathered is a collective: it returns what all ranks have given.
     expected = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
     own, averaged = gradient(alone, images, labels), gradient(model, images, labels)
     model.zero_grad()
+    model.train()
     off = torch.stack([own - expected, averaged - expected]).abs().amax(dim=1)
     off = (off / expected.abs().max()).nan_to_num(nan=torch.inf)  # a maximum can lose a nan
     dist.all_reduce(off, op=dist.ReduceOp.MAX)  # the largest difference on any rank
@@ -176,8 +183,10 @@ def check_gradients(model, images, labels, device):
 
 def check_replicas(model):
     """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
-    state = b"".join(t.cpu().numpy().tobytes() for t in model.module.state_dict().values())
-    digest = hashlib.sha256(state).hexdigest()[:12]
+    sha256 = hashlib.sha256()
+    for tensor in model.module.state_dict().values():
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
+    digest = sha256.hexdigest()[:12]
     digests = gathered(digest)
     if set(digests) != {digest}:
         raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
@@ -206,7 +215,7 @@ def train_epoch(model, batches, optimizer, device):
         images_seen += len(labels)
     dist.all_reduce(loss_sum)
     images_seen *= dist.get_world_size()
-    loss = loss_sum.item() / images_seen  # waits for the GPU: the clock must count finished work
+    loss = (loss_sum / images_seen).item()  # waits for the GPU: count finished work
     return loss, images_seen / (time.perf_counter() - start)
 
 
@@ -299,7 +308,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

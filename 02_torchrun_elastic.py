@@ -20,12 +20,14 @@ let one rank kill itself in epoch 3. torchrun ends the others and starts all aga
 Delete snapshot.pt again, and leave out --crash-epoch 3: the sha256 is the same (on a CPU, with the
 same number of ranks).
 New here: what torchrun tells a process (main), a snapshot to go on from (train, resume), the same
-result to the last bit (settle_buckets); helpers exit_with_launcher, lock, roll_call, crash_halfway,
-stop, parse_args. The rest is as in 01_single_node_multi_gpu.py. Next: 03_multinode.py.
+result to the last bit (settle_buckets); helpers exit_with_launcher, warn_of_other_batches, lock,
+roll_call, crash_halfway, stop, parse_args. The rest is as in 01_single_node_multi_gpu.py. Next:
+03_multinode.py.
 """
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import gc
 import hashlib
@@ -50,7 +52,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from tqdm import tqdm
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: NCCL 10, Gloo 30
+TIMEOUT = timedelta(minutes=10)  # how long ranks wait for each other: longer than a save may take
 
 
 @record
@@ -107,7 +109,8 @@ def train(device, args):
     loader = DataLoader(
         train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
-    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+    batch = f"{world_size} ranks x {share} images"
+    log(f"batch size {share * world_size}: {batch}")
 
     # With dropout in your model, seed again before each step in train_epoch, step being its number:
     # torch.manual_seed(SEED + step * world_size + rank)
@@ -115,10 +118,13 @@ def train(device, args):
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
-    # New in 02: go on from the snapshot. All ranks read it: DDP would copy rank 0's weights only.
-    first_epoch = resume(args.snapshot_path, model, optimizer)
+    # New in 02: go on from the snapshot. All ranks read it: DDP copies rank 0's weights to the
+    # others, but not the optimizer's state.
+    snapshot = resume(args.snapshot_path, model, optimizer)
+    first_epoch = snapshot["next_epoch"]
     if first_epoch > 1:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} at epoch {first_epoch}")
+        warn_of_other_batches(snapshot, batch)
 
     # Step 4: wrap the model. DDP copies rank 0's weights to all replicas (each rank has one).
     # Inside loss.backward(), it then collects gradients in buckets of some MB, and replaces each
@@ -138,11 +144,12 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
         # New in 02: save the optimizer's state (momentum), too, and the epoch to go on with. Rank 0
-        # alone writes a new file, then moves it over the old one: a crash leaves that intact.
+        # alone writes a new file, then moves it over the old one: a crash leaves that intact. The
+        # others wait meanwhile: a save that outlasts TIMEOUT would end the job, again and again.
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and rank == 0:
             save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
-                  "next_epoch": epoch + 1}, args.snapshot_path)
+                  "next_epoch": epoch + 1, "batch": batch}, args.snapshot_path)
         note = f" | saved in {args.snapshot_path}" if saved else ""
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
             f" | {speed:6.0f} images/s{note}")
@@ -155,9 +162,9 @@ def train(device, args):
 
 # New in 02: a restarted rank calls this to go on.
 def resume(path, model, optimizer):
-    """Load the snapshot at path; return the epoch to begin with, which is 1 without a snapshot."""
+    """Load the snapshot at path; return what else it holds. Without one, begin with epoch 1."""
     if not os.path.exists(path):
-        return 1
+        return {"next_epoch": 1}
     try:
         with zipfile.ZipFile(path) as archive:  # the format of torch.save
             if damaged := archive.testzip():  # torch.load does not look at the checksums
@@ -165,9 +172,9 @@ def resume(path, model, optimizer):
         # weights_only: an ordinary pickle can run any code while it is read. map_location:
         # otherwise the tensors go to the GPU that they were saved from, rank 0's.
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(snapshot["model"])
-        optimizer.load_state_dict(snapshot["optimizer"])
-        return snapshot["next_epoch"]
+        model.load_state_dict(snapshot.pop("model"))
+        optimizer.load_state_dict(snapshot.pop("optimizer"))
+        return {"next_epoch": snapshot.pop("next_epoch"), **snapshot}
     except Exception as error:  # a damaged file can raise almost any exception
         reason = str(error).strip().partition("\n")[0]
         stop(f"cannot continue from {path} ({type(error).__name__}: {reason}): move it away to"
@@ -187,8 +194,10 @@ def settle_buckets(model, images):
 
 def check_replicas(model):
     """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
-    state = b"".join(t.cpu().numpy().tobytes() for t in model.module.state_dict().values())
-    digest = hashlib.sha256(state).hexdigest()[:12]
+    sha256 = hashlib.sha256()
+    for tensor in model.module.state_dict().values():
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
+    digest = sha256.hexdigest()[:12]
     digests = gathered(digest)
     if set(digests) != {digest}:
         raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
@@ -217,7 +226,7 @@ def train_epoch(model, batches, optimizer, device):
         images_seen += len(labels)
     dist.all_reduce(loss_sum)
     images_seen *= dist.get_world_size()
-    loss = loss_sum.item() / images_seen  # waits for the GPU: the clock must count finished work
+    loss = (loss_sum / images_seen).item()  # waits for the GPU: count finished work
     return loss, images_seen / (time.perf_counter() - start)
 
 
@@ -321,7 +330,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -342,6 +350,13 @@ def listen_locally():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
 
 
+# New in 02: with another number of ranks, training goes on, but the result is another one.
+def warn_of_other_batches(snapshot, batch):
+    """Print a note if the snapshot was written with another batch, or another number of ranks."""
+    if snapshot.get("batch", batch) != batch:
+        log(f"note: saved by {snapshot['batch']}: not the bits of an unbroken run from here on")
+
+
 # New in 02: two jobs with one snapshot would go on from each other's epochs.
 def lock(path):
     """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
@@ -351,18 +366,23 @@ def lock(path):
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
     except OSError as error:
-        stop(f"cannot write {path} ({error.strerror}): choose another path")
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            stop(f"cannot write {path} ({error.strerror}): choose another path")
+        print(f"note: {path} is on a disk without locks: start no second job with it\n", end="",
+              flush=True)
 
 
 # New in 02: init_process_group would wait for a missing rank, but not name it (NCCL: for ever).
 def roll_call(store, rank, world_size):
     """Return when all ranks have come; stop if that takes too long, and name the missing ones."""
-    names = [f"rank {r}" for r in range(world_size)]
-    store.set(names[rank], "here")
-    try:
-        store.wait(names)  # raises an error after the timeout of the store
-    except dist.DistStoreError:
-        missing = [name for name in names if not store.check([name])]
+    store.set(f"rank {rank}", "here")
+    missing, deadline = [], time.monotonic() + store.timeout.total_seconds()
+    for number in range(world_size):
+        try:  # (check() would ask without a limit, and the store may be gone, too)
+            store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            missing.append(f"rank {number}")
+    if missing:
         stop(f"{', '.join(missing)} did not come within {store.timeout.total_seconds():g} s: look"
              " for an error above, or for a process that hangs", status=1)
 

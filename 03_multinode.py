@@ -18,27 +18,33 @@ The job begins with a map. On two machines with two GPUs each:
     [rank 0/4] node2                   1            2           0  cuda:0  4720
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
-With --nnodes=1:2 --max-restarts=3, machines (nodes) may come and go, but node1 must stay: the job
-restarts from the newest snapshot that it has. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that.
+With --nnodes=1:2 --max-restarts=3, machines (nodes) may come and go; set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that. The job restarts from the newest snapshot, and each
+machine has it on its disk. node1 must stay: without it, the others end, and you start anew.
 Before a long job, run launch/check_machines.py on each machine.
 New here: global and local rank (main, show_map), the same data on all machines (check_data), the
-newest snapshot of any machine (take_newest), machines that leave (train), a job that is torn in two
-(save_if_ours, save); helpers explain, shares_store, name_the_stopped, version, stop, parse_args.
+newest snapshot of any machine (train, take_newest), machines that leave (train, train_epoch,
+ASK_EVERY); helpers save, first_on_its_disk, save_if_ours, mark, RemainingSampler, leave_on_sigterm,
+ignore_sigterm, explain, shares_store, name_the_stopped, stop, parse_args.
 The rest is as in 02_torchrun_elastic.py. Next: 04_collectives.py, what DDP is made of.
 """
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import gc
 import hashlib
 import io
+import itertools
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import uuid
 import zipfile
 from datetime import timedelta
 
@@ -53,6 +59,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from tqdm import tqdm
 
 SEED = 0
+# New in 03: after so many steps, the ranks ask each other whether one has to leave. These steps, or
+# the evaluation, and then a save must take less time than the 30 s that SIGTERM grants.
+ASK_EVERY = 20
 
 
 @record
@@ -64,10 +73,11 @@ def main():
 
     # Step 1: start. Every process learns who it is, and takes its device.
     # New in 03: RANK, the global rank, counts through the whole job. It decides which share of the
-    # data a process takes, and who writes the snapshot. LOCAL_RANK starts at 0 on each machine. It
-    # chooses the device: with two GPUs on each machine, rank 2 is the first process of the second
-    # machine, and takes GPU 0 there. GPU 2 does not exist. After a restart, a process may have
-    # another rank. (No listen_locally: other machines have to reach it.)
+    # data a process takes. LOCAL_RANK starts at 0 on each machine. It chooses the device: with two
+    # GPUs on each machine, rank 2 is the first process of the second machine, and takes its GPU 0.
+    # GPU 2 does not exist. torchrun numbers the machines anew in each attempt, by their addresses:
+    # after a restart, a process may have another rank, and any machine may have rank 0. (No
+    # listen_locally: other machines have to reach it.)
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
 
@@ -77,25 +87,27 @@ def main():
     # torchrun says where: MASTER_ADDR and MASTER_PORT. A restart must not find old addresses in it.
     # As machines that come and go count restarts differently, a prefix does not help: let torchrun
     # make a new store each time, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. If a cable is cut,
-    # nobody is told: only the timeout ends the wait. It must outlast any pause of a rank.
+    # nobody is told: only the timeout ends the wait. It must outlast any pause, and any save.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=args.timeout)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        if rank == 0:  # a lock for this machine: that of one that is cut off must not block others
-            lock(f"{args.snapshot_path}.{socket.gethostname()}")
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout,
+            is_master=rank == 0 and not shares_store(),  # rank 0 serves it, unless torchrun does
+            wait_for_workers=False, multi_tenant=True)  # do not wait yet: roll_call does
         roll_call(store, rank, world_size)  # if a rank does not come, say which
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
             device_id=device if backend == "nccl" else None)  # NCCL wants to know its GPU
     except Exception as error:  # names, store and connections raise different types
-        stop(explain(error), status=1)
+        stop(explain(error, backend), status=1)
 
     show_map(device)
     # New in 03: if a rank stops, the others say which, after the timeout.
     try:
         finished = train(device, args)  # steps 3, 4 and 5
     except RuntimeError as error:
-        name_the_stopped(error, store, rank, world_size)
+        name_the_stopped(error, store)
         raise
 
     # Step 6: leave. First free what train has left: otherwise Python may abort as it exits. Not in
@@ -122,12 +134,13 @@ def show_map(device):
 
 
 def train(device, args):
-    # New in 03: train returns whether the job is finished. It may end early: see "leaving".
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # New in 03: train returns whether the job is finished. It ends early if a rank has to leave.
+    world_size = dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
     train_set, test_set, source = load_data(args.data_dir)  # your data
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    # New in 03: the sampler can begin in the middle of an epoch.
+    sampler = RemainingSampler(train_set, seed=SEED, drop_last=True)
     # New in 03: each machine reads its own disk, so compare what they have read.
     check_data(train_set, source)
 
@@ -136,10 +149,14 @@ def train(device, args):
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
     # The sampler yields lists of indices. The set reads a whole list at once: train_set[indices].
+    # New in 03: if you have loader workers (num_workers), SIGTERM must not end them before their
+    # rank. Add multiprocessing_context="fork": Python 3.14 would start them by another process.
     loader = DataLoader(
-        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
+        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True),
+        worker_init_fn=ignore_sigterm)
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
-    log(f"batch size {share * world_size}: {world_size} ranks x {share} images")
+    batch = f"{world_size} ranks x {share} images"
+    log(f"batch size {share * world_size}: {batch}")
 
     # With dropout in your model, seed again before each step in train_epoch, step being its number:
     # torch.manual_seed(SEED + step * world_size + rank)
@@ -147,15 +164,24 @@ def train(device, args):
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
-    # New in 03: local rank 0 of each machine reads the snapshot on its disk, and all ranks get the
-    # newest. So no shared disk is needed. But a lost machine takes along what only it has.
-    known = version(args.snapshot_path)  # to notice whether another job writes the file
-    first_epoch = 1
-    if os.environ["LOCAL_RANK"] == "0":
-        first_epoch = resume(args.snapshot_path, model, optimizer)
-    first_epoch, machine = take_newest(first_epoch, model, optimizer)
-    if first_epoch > 1:
-        log(f"resumed from {args.snapshot_path} of {machine} at epoch {first_epoch}")
+    # New in 03: the replicas are equal, so any rank can save. One rank for each disk does: if a
+    # machine leaves or dies, the others still have the newest snapshot on theirs.
+    saves = first_on_its_disk(args.snapshot_path)
+    if saves:  # a lock for each machine: that of one that is cut off must not block others
+        lock(f"{args.snapshot_path}.{socket.gethostname()}")
+
+    # New in 03: all ranks read the snapshot on the disk that they see, and take the newest of all.
+    # So no shared disk is needed, and a machine may come back with an old snapshot of this job.
+    snapshot = resume(args.snapshot_path, model, optimizer)
+    known = mark(snapshot)  # to notice whether another job writes the file meanwhile
+    snapshot, sent = take_newest(snapshot, args.snapshot_path, model, optimizer, device)
+    first_epoch = snapshot["next_epoch"]
+    images_done = math.ceil(snapshot.get("images_done", 0) / world_size) * world_size
+    if first_epoch > 1 or images_done:
+        middle = f", image {images_done}" if images_done else ""
+        log(f"resumed from {args.snapshot_path} of {snapshot['machine']} at epoch {first_epoch}"
+            f"{middle}")
+        warn_of_other_batches(snapshot, batch)
 
     # Step 4: wrap the model. DDP copies rank 0's weights to all replicas (each rank has one).
     # Inside loss.backward(), it then collects gradients in buckets of some MB, and replaces each
@@ -163,42 +189,54 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # New in 03: SIGTERM asks this process to leave. Slurm sends it at the time limit, torchrun when
-    # a machine joins, or when you stop it. After 30 s (--shutdown-timeout) torchrun kills, and an
-    # epoch that takes longer is lost: the job resumes from the last snapshot. (A rank that waits
-    # for a dead one on its GPU does not get to see the signal: --shutdown-timeout=5 saves time.)
-    asked_to_leave = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.set())
+    # New in 03: save on each disk. "Saved" means on all of them; only after that may a rank leave.
+    written_by = gathered(uuid.uuid4().hex)[0]  # a name for this attempt
+    job = snapshot.get("job", written_by)  # and for the job: that of its first attempt
+    def save_on_each_disk(next_epoch, images_done):
+        for buffer in model.module.buffers():  # as in evaluate
+            dist.broadcast(buffer, src=0)
+        if saves:
+            save_if_ours(
+                {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
+                 "next_epoch": next_epoch, "images_done": images_done, "batch": batch,
+                 "written_by": written_by, "job": job}, args.snapshot_path, known)
+        dist.barrier()
+
+    # New in 03: a machine that has had an older snapshot, or none, gets the newest now.
+    if sent:
+        save_on_each_disk(first_epoch, images_done)
+
+    # New in 03: SIGTERM asks this process to leave. Slurm sends it at the time limit; torchrun when
+    # a machine joins, when another process has failed, or when you stop it. It kills 30 s later.
+    asked_to_leave = leave_on_sigterm()
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     # New in 03: no crash on purpose. Kill a process, or a machine of launch/lab, yourself.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
-        loss, speed = train_epoch(model, loader, optimizer, device)
+        # New in 03: the first epoch may have begun before a restart. If a rank has to leave, all do
+        # so after the same step, and the snapshot says how far the epoch has come.
+        sampler.done = images_done if epoch == first_epoch else 0
+        to_train = len(loader) * share * world_size
+        loss, speed, trained = train_epoch(model, loader, optimizer, device, asked_to_leave)
+        if trained < to_train:
+            save_on_each_disk(epoch, sampler.done + trained)
+            log(f"leaving (SIGTERM): epoch {epoch} after {sampler.done + trained} images | saved in"
+                f" {args.snapshot_path}")
+            return False
         accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
-        # New in 03: the signal may reach some ranks only. If one has to leave, all leave together,
-        # after a snapshot, and torchrun starts again those that may stay. Global rank 0 writes it,
-        # on its machine. (Not local rank 0: there is one on each machine.)
-        leaving = any(gathered(asked_to_leave.is_set()))
-        saved = epoch % args.save_every == 0 or epoch == args.total_epochs or leaving
-        if saved and rank == 0:
-            known = save_if_ours(
-                {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
-                 "next_epoch": epoch + 1}, args.snapshot_path, known)
+        # New in 03: any machine may be the one that goes on, so each has to have the snapshot.
+        saved = epoch % args.save_every == 0 or epoch == args.total_epochs
+        if saved:
+            save_on_each_disk(epoch + 1, 0)
         note = f" | saved in {args.snapshot_path}" if saved else ""
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
             f" | {speed:6.0f} images/s{note}")
 
-        # New in 03: leave, unless that was the last epoch.
-        if leaving and epoch < args.total_epochs:
-            who = "this rank was" if asked_to_leave.is_set() else "another rank was"
-            log(f"{who} asked to leave (SIGTERM): end after epoch {epoch}", every_rank=True)
-            dist.barrier()  # once one has left, torchrun ends the others: rank 0 must have saved
-            return False
-
+    # New in 03: each machine has its file.
     if first_epoch > args.total_epochs:
-        log("nothing left to train: ask for more epochs, or delete the snapshot")
+        log("nothing left to train: ask for more epochs, or delete the snapshot on every machine")
     check_replicas(model)
 
     # New in 03: all epochs are done.
@@ -223,9 +261,9 @@ def check_data(train_set, source):
 
 
 def resume(path, model, optimizer):
-    """Load the snapshot at path; return the epoch to begin with, which is 1 without a snapshot."""
+    """Load the snapshot at path; return what else it holds. Without one, begin with epoch 1."""
     if not os.path.exists(path):
-        return 1
+        return {"next_epoch": 1}
     try:
         with zipfile.ZipFile(path) as archive:  # the format of torch.save
             if damaged := archive.testzip():  # torch.load does not look at the checksums
@@ -233,9 +271,9 @@ def resume(path, model, optimizer):
         # weights_only: an ordinary pickle can run any code while it is read. map_location:
         # otherwise the tensors go to the GPU that they were saved from, rank 0's.
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(snapshot["model"])
-        optimizer.load_state_dict(snapshot["optimizer"])
-        return snapshot["next_epoch"]
+        model.load_state_dict(snapshot.pop("model"))
+        optimizer.load_state_dict(snapshot.pop("optimizer"))
+        return {"next_epoch": snapshot.pop("next_epoch"), **snapshot}
     except Exception as error:  # a damaged file can raise almost any exception
         reason = str(error).strip().partition("\n")[0]
         stop(f"cannot continue from {path} ({type(error).__name__}: {reason}): move it away to"
@@ -243,20 +281,31 @@ def resume(path, model, optimizer):
 
 
 # New in 03: the machines may have snapshots of different epochs.
-def take_newest(first_epoch, model, optimizer):
-    """Give all ranks the newest of their states; return (its first_epoch, its machine)."""
-    found = gathered((first_epoch, socket.gethostname()))
-    newest = max(range(len(found)), key=lambda rank: found[rank][0])  # the first one of equals
-    if found[newest][0] > 1:
+def take_newest(snapshot, path, model, optimizer, device):
+    """Give all ranks the newest of their states; return (what else it holds, if it was sent)."""
+    found = gathered({"machine": socket.gethostname(), **snapshot})
+    jobs = {each["job"]: each["machine"] for each in found if "job" in each}
+    if len(jobs) > 1:  # the one that has trained longer would replace the other
+        stop(f"{' and '.join(jobs.values())} have snapshots of different jobs: move away {path} on"
+             " each machine whose job is not to go on", status=1)
+    newest = max(range(len(found)), key=lambda rank: mark(found[rank])[:2])  # the first of equals
+    marks = {mark(each) for each in found}
+    send = marks != {(1, 0, None)} and (len(marks) > 1 or "job" not in found[newest])
+    if send:
         file = io.BytesIO()
         if dist.get_rank() == newest:
             torch.save((model.state_dict(), optimizer.state_dict()), file)
-        content = [file.getvalue()]
-        dist.broadcast_object_list(content, src=newest)
-        state = torch.load(io.BytesIO(content[0]), map_location="cpu", weights_only=True)
+        content = torch.empty(gathered(file.tell())[newest], dtype=torch.uint8)
+        if dist.get_rank() == newest:
+            content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        for piece in content.split(2**24):  # 16 MiB: NCCL sends from GPU to GPU, and they are full
+            on_device = piece.to(device)
+            dist.broadcast(on_device, src=newest)
+            piece.copy_(on_device)
+        state = torch.load(io.BytesIO(content.numpy()), map_location="cpu", weights_only=True)
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
-    return found[newest]
+    return found[newest], send
 
 
 def settle_buckets(model, images):
@@ -269,23 +318,12 @@ def settle_buckets(model, images):
     model.zero_grad()
 
 
-# New in 03: when a network is cut, two halves of a job may train on (split brain).
-def save_if_ours(state, path, known):
-    """Save, unless another job has written path since this one did; return the new version."""
-    # On a shared disk, the half that saves second finds a file that it does not know, and stops. (A
-    # gap remains: both may look at the same moment, or a network disk shows an old state.) On disks
-    # of their own, both go on, and the next start takes the newer snapshot.
-    if version(path) not in (known, None):  # None: somebody has moved it away
-        stop(f"another job, or a lost part of this one, has written {path} meanwhile: its file"
-             " stays. End one of the two, or give it another --snapshot-path", status=1)
-    save(state, path)
-    return version(path)
-
-
 def check_replicas(model):
     """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
-    state = b"".join(t.cpu().numpy().tobytes() for t in model.module.state_dict().values())
-    digest = hashlib.sha256(state).hexdigest()[:12]
+    sha256 = hashlib.sha256()
+    for tensor in model.module.state_dict().values():
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
+    digest = sha256.hexdigest()[:12]
     digests = gathered(digest)
     if set(digests) != {digest}:
         raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
@@ -296,13 +334,17 @@ def check_replicas(model):
 # ---- What any training script needs: an epoch, the evaluation, saving, the model, the data ----
 
 
-def train_epoch(model, batches, optimizer, device):
-    """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
+# New in 03: it ends early when a rank has to leave, and says how many images it has trained on.
+def train_epoch(model, batches, optimizer, device, asked_to_leave):
+    """Train on this rank's batches; return (mean loss, images per second, images), of all ranks."""
     start, images_seen = time.perf_counter(), 0
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     # A progress bar on rank 0. None tells tqdm to hide it unless the output is a terminal.
     hidden = True if dist.get_rank() > 0 else None
-    for images, labels in tqdm(batches, leave=False, disable=hidden):
+    for step, (images, labels) in enumerate(tqdm(batches, leave=False, disable=hidden)):
+        # New in 03: the signal may have reached some ranks only, and all must leave together.
+        if step % ASK_EVERY == 0 and any(gathered(asked_to_leave.is_set())):
+            break
         # non_blocking: the CPU does not wait for the copy. (The copy itself overlaps with work of
         # the GPU only if the batch is in pinned memory.)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -314,8 +356,8 @@ def train_epoch(model, batches, optimizer, device):
         images_seen += len(labels)
     dist.all_reduce(loss_sum)
     images_seen *= dist.get_world_size()
-    loss = loss_sum.item() / images_seen  # waits for the GPU: the clock must count finished work
-    return loss, images_seen / (time.perf_counter() - start)
+    loss = (loss_sum / images_seen).item()  # waits for the GPU: count finished work
+    return loss, images_seen / (time.perf_counter() - start), images_seen
 
 
 @torch.inference_mode()
@@ -418,7 +460,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -433,6 +474,12 @@ def share_cores(local_world_size):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def warn_of_other_batches(snapshot, batch):
+    """Print a note if the snapshot was written with another batch, or another number of ranks."""
+    if snapshot.get("batch", batch) != batch:
+        log(f"note: saved by {snapshot['batch']}: not the bits of an unbroken run from here on")
+
+
 def lock(path):
     """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
     try:
@@ -441,42 +488,133 @@ def lock(path):
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
     except OSError as error:
-        stop(f"cannot write {path} ({error.strerror}): choose another path")
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            stop(f"cannot write {path} ({error.strerror}): choose another path")
+        print(f"note: {path} is on a disk without locks: start no second job with it\n", end="",
+              flush=True)
 
 
 def roll_call(store, rank, world_size):
     """Return when all ranks have come; stop if that takes too long, and name the missing ones."""
-    names = [f"rank {r}" for r in range(world_size)]
-    store.set(names[rank], "here")
-    try:
-        store.wait(names)  # raises an error after the timeout of the store
-    except dist.DistStoreError:
-        missing = [name for name in names if not store.check([name])]
+    store.set(f"rank {rank}", "here")
+    missing, deadline = [], time.monotonic() + store.timeout.total_seconds()
+    for number in range(world_size):
+        try:  # (check() would ask without a limit, and the store may be gone, too)
+            store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            missing.append(f"rank {number}")
+    if missing:
         stop(f"{', '.join(missing)} did not come within {store.timeout.total_seconds():g} s: look"
              " for an error above, or for a process that hangs", status=1)
 
 
 # New in 03: between machines, most starts fail for one of these reasons.
-def explain(error):
+def explain(error, backend):
     """Return one line: why the ranks do not find each other, the cure, and what torch said."""
     said = str(error).strip().partition("\n")[0][:300]
-    host = os.environ["MASTER_ADDR"]
+    host, machine = os.environ["MASTER_ADDR"], socket.gethostname()
     cause = "run launch/check_machines.py on each machine: it finds out why"
+    own = ""
     try:
-        socket.gethostbyname(host)
-        own = socket.gethostbyname(socket.gethostname())
+        socket.getaddrinfo(host, None)
+        own = socket.getaddrinfo(machine, None)[0][4][0]
+        if os.environ["RANK"] != "0" and isinstance(error, dist.DistNetworkError):
+            server = "torchrun" if shares_store() else "rank 0"
+            cause = (f"{server} serves the store on {host}, and does not answer: look for its"
+                     " error, or run launch/check_machines.py on each machine")
     except OSError:
-        own = ""
-        cause = (f"{socket.gethostname()} does not know the name {host}, or its own: put it into"
-                 " /etc/hosts, or start torchrun with --local-addr=ITS_ADDRESS")
-    several = os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
-    if several and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
-        cause = (f"{socket.gethostname()} gives the others its address {own}, which they cannot"
-                 " reach: set GLOO_SOCKET_IFNAME to an interface that ip -br address shows")
+        cause = (f"{machine} does not know the name {host}, or its own: put it into /etc/hosts, or"
+                 " start torchrun with --local-addr=ITS_ADDRESS")
+    if backend == "gloo" and own.startswith(("127.", "::1")) and "connectFullMesh" in str(error):
+        cause = (f"{machine} gives the others its address {own}, which they cannot reach: set"
+                 " GLOO_SOCKET_IFNAME to an interface that ip -br address shows")
     if shares_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         cause = ("this is a restart, with a store that still holds the addresses of the dead: set"
                  " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d")
     return f"{cause} ({type(error).__name__}: {said})"
+
+
+# New in 03: to go on in the middle of an epoch.
+class RemainingSampler(DistributedSampler):
+    """DistributedSampler that leaves out the first items of an epoch: done of all ranks together.
+
+    done: a multiple of the number of ranks.
+    """
+
+    done = 0
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), self.done // self.num_replicas, None)
+
+    def __len__(self):
+        return super().__len__() - self.done // self.num_replicas
+
+
+# New in 03: with a shared disk, one rank writes the file. With disks apart, one on each machine.
+def first_on_its_disk(path):
+    """Return whether this is the first of the ranks that see the same file at path."""
+    names = [f"{path}.{name}.tmp" for name in gathered(uuid.uuid4().hex)]  # one for each rank
+    mine = names[dist.get_rank()]
+    try:
+        open(mine, "x").close()
+    except OSError as error:
+        stop(f"cannot write {path} ({error.strerror}): choose another path")
+    dist.barrier()  # all have written their file
+    seen = [os.path.exists(name) for name in names]
+    dist.barrier()  # all have looked
+    os.remove(mine)
+    return seen.index(True) == dist.get_rank()
+
+
+# New in 03: when a network is cut, two halves of a job may train on (split brain).
+def save_if_ours(state, path, known):
+    """Save, unless another job has written path since this one read it, when its mark was known."""
+    # On a shared disk, the half that saves second finds a file that it does not know, and stops. (A
+    # gap remains: both may look at the same moment.) On disks apart, both save, and the next start
+    # takes the newer file.
+    if os.path.exists(path):
+        found = mark(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        if found != known and found[2] != state["written_by"]:
+            stop(f"another job, or a lost part of this one, has written {path} meanwhile: its file"
+                 " stays. End one of the two, or give it another --snapshot-path", status=1)
+    save(state, path)
+
+
+# New in 03: for take_newest and save_if_ours.
+def mark(snapshot):
+    """Return what tells snapshots apart, the newer being the larger: (epoch, images, who)."""
+    return snapshot["next_epoch"], snapshot.get("images_done", 0), snapshot.get("written_by")
+
+
+# New in 03: to end in time.
+def leave_on_sigterm():
+    """Return an Event that SIGTERM sets. If the process waits for a dead rank just then, end it."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    # Python runs that line only between two of its instructions: not while a collective waits for
+    # a rank that is gone. The byte that the signal leaves in this pipe comes at once.
+    # After 30 s, torchrun kills. Until then, the wait may be one for a slow save.
+    patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 10
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch():
+        while signal.SIGTERM not in os.read(reader, 1):
+            pass
+        if not asked.wait(patience):
+            os._exit(128 + signal.SIGTERM)
+
+    # A forked process has this pipe, too: to end it by terminate() would end this one.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    threading.Thread(target=watch, daemon=True).start()
+    return asked
+
+
+# New in 03: for the loader.
+def ignore_sigterm(worker):
+    """What a loader's worker calls first. Otherwise torchrun ends it, and its end ends the rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 # New in 03: for show_map and explain.
@@ -486,24 +624,31 @@ def shares_store():
 
 
 # New in 03: a collective that has waited too long does not say for whom.
-def name_the_stopped(error, store, rank, world_size):
+def name_the_stopped(error, store):
     """After a timeout (of Gloo: NCCL's ends the process itself), print which ranks have stopped."""
-    with contextlib.suppress(dist.DistError):  # the store may be gone, too
-        store.set_timeout(timedelta(seconds=5))
-        store.set(f"rank {rank} failed", "")
-        time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
-        if "timed out" in str(error).lower() or "timeout" in str(error):
-            absent = [str(r) for r in range(world_size) if not store.check([f"rank {r} failed"])]
-            whom = "others, which wait elsewhere: compare the ranks' tracebacks"
-            if absent:
-                whom = f"rank {', '.join(absent)}: it has stopped, or is slower than the timeout"
-            print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # their store may be the same
 
+    timed_out, absent = "timed out" in str(error).lower() or "timeout" in str(error), []
 
-# New in 03: for save_if_ours.
-def version(path):
-    """Return what changes whenever the file at path is replaced, or None if there is none."""
-    return (os.stat(path).st_ino, os.stat(path).st_mtime_ns) if os.path.exists(path) else None
+    def ask():
+        with contextlib.suppress(dist.DistError):  # the store may be gone, too
+            store.set(f"rank {rank} failed in {attempt}", "")
+            if timed_out:
+                time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
+                absent.extend(str(r) for r in range(world_size)
+                              if not store.check([f"rank {r} failed in {attempt}"]))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10)  # set and check have no limit of their own
+    if timed_out:
+        whom = "others, which wait elsewhere: compare the ranks' tracebacks"
+        if asking.is_alive():
+            whom = "a store that does not answer: rank 0, or its machine, has stopped"
+        elif absent:
+            whom = f"rank {', '.join(absent)}: it has stopped, or is slower than the timeout"
+        print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
 
 
 def gathered(value):
@@ -542,7 +687,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, all ranks")
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--snapshot-path", default="snapshot.pt")
-    parser.add_argument("--timeout", type=int, default=60, help="wait for others, in seconds")
+    parser.add_argument("--timeout", type=int, default=600, help="wait for others, in seconds")
     # torch.distributed.launch, the predecessor of torchrun, passes this; LOCAL_RANK says the same.
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

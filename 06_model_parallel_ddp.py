@@ -134,6 +134,7 @@ def train_devices(devices, args):
     log(f"a step: {1000 * seconds[1]:.1f} ms with the share in one piece,"
         f" {1000 * seconds[args.microbatches]:.1f} ms in {args.microbatches} micro-batches")
     split.microbatches = args.microbatches
+    check_backward(split, lambda: step(*share))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports.
     train_epochs(args, step, optimizer, rank, world_size)
@@ -155,18 +156,42 @@ class TwoDevices(nn.Module):
         # Python does not wait for a GPU: it queues the work and goes on. So the first device can
         # compute the next micro-batch while the second still has the one before. With the batch in
         # one piece (microbatches = 1), each device would be idle while the other computes.
-        # Queue all first halves before any second half. A copy waits for the work that is already
-        # queued on both GPUs, so a second half in between would delay the next micro-batch.
-        between = [self.first(chunk).to(self.devices[1], non_blocking=True)
-                   for chunk in x.to(self.devices[0]).tensor_split(self.microbatches)]
-        return torch.cat([self.second(chunk) for chunk in between])
+        # Queue each second half right after its copy. A copy waits for what both GPUs have in their
+        # queues, and what they get after it waits for the copy. If all copies came first, the
+        # second GPU would wait for the last of them. (This is read in torch's source code. The
+        # speed on two GPUs has not been measured.)
+        outputs = []
+        for chunk in x.to(self.devices[0]).tensor_split(self.microbatches):
+            between = self.first(chunk).to(self.devices[1])
+            outputs.append(self.second(between))
+        return torch.cat(outputs)
+
+
+def check_backward(split, step):
+    """Raise RuntimeError unless backward() returns each micro-batch before it begins the next."""
+    # Of what is ready, autograd takes first what forward() did last. So the order of forward()
+    # decides whether the first device has work while the second goes on with the next micro-batch.
+    order = []
+
+    def note(tensor, what):
+        tensor.register_hook(lambda gradient: order.append(what))  # called in the backward pass
+
+    hooks = (split.second.register_forward_hook(lambda _, inputs, output: note(output, "begins")),
+             split.second.register_forward_pre_hook(lambda _, inputs: note(inputs[0], "returns")))
+    step()
+    for hook in hooks:
+        hook.remove()
+    if order != ["begins", "returns"] * split.microbatches:
+        raise RuntimeError(f"backward leaves the first device idle: a micro-batch {order}")
+    log("backward: each micro-batch returns to the first half before the second begins another")
 
 
 def compare_with_unsplit(what, batch_size, loss, replicas, module):
     """Raise RuntimeError unless loss and gradients are those of the unsplit model on all examples.
 
     module: this rank's part, after backward. Differences are relative: that of the loss to the
-    loss, that of the gradients to the largest entry of all gradients.
+    loss, that of the gradients to the largest entry of all gradients. A model with BatchNorm would
+    fail: a micro-batch has other statistics than the batch.
     """
     whole = make_model()
     inputs, labels = next(batches(0, batch_size))
@@ -189,8 +214,10 @@ def compare_with_unsplit(what, batch_size, loss, replicas, module):
 
 def compare_replicas(model, what, part=0):
     """Raise RuntimeError unless all replicas of each part have the same weights, bit for bit."""
-    weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
-    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]
+    sha256 = hashlib.sha256()
+    for p in model.parameters():
+        sha256.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy())  # bytes, of any type
+    digest = sha256.hexdigest()[:12]
     digests = {}  # of each part, one for each replica
     for other, found in gathered((part, digest)):
         digests.setdefault(other, []).append(found)
@@ -207,8 +234,11 @@ def train_pipeline(device, args):
     """Second way: one process for each stage; the stages in a row are one replica."""
     replicas = dist.get_world_size() // STAGES
     # A mesh is a grid of ranks. It makes a process group for each column ("dp": data parallel) and
-    # for each row ("pp": pipeline parallel). They do not take over TIMEOUT: Gloo waits 30 minutes.
+    # for each row ("pp": pipeline parallel). They do not take over TIMEOUT.
     mesh = init_device_mesh(device.type, (replicas, STAGES), mesh_dim_names=("dp", "pp"))
+    if hasattr(dist, "set_timeout"):  # torch 2.10 has no such function
+        for group in mesh.get_all_groups():
+            dist.set_timeout(TIMEOUT, group)
     replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     log("== pipeline: each rank is a stage. In a row activations go right, and gradients left; DDP")
     log("averages gradients in a column. Each row and each column is a process group of its own:")
@@ -243,7 +273,9 @@ def train_pipeline(device, args):
     # GPipe runs all forward passes, then all backward passes. 1F1B (one forward, one backward)
     # starts a backward pass as soon as it can, and so keeps fewer activations in memory.
     for schedule_class in (ScheduleGPipe, Schedule1F1B):
-        # With NCCL, torch 2.15 warns here of "an eager NCCL communicator": that is about speed.
+        # With NCCL, torch 2.15 warns here of "an eager NCCL communicator". That is about traffic to
+        # several other stages, and here each has one. (With more, try init_device_mesh's
+        # backend_override={"pp": "nccl-lazy"}; no GPU has run this here.)
         timed = TimedStage(model, stage, STAGES, device, group=mesh.get_group("pp"))
         schedule = schedule_class(timed, args.microbatches, loss_fn=cross_entropy)  # your loss
         name = schedule_class.__name__.removeprefix("Schedule")
@@ -401,6 +433,9 @@ def duration(stages):
 
 def show_schedule(name, stages, microbatches, columns=70):
     """Draw when each stage computed what, from the measured times."""
+    if int(os.environ["LOCAL_WORLD_SIZE"]) < STAGES:
+        log(f"{name}: no drawing, as the stages are on several machines, whose clocks differ")
+        return
     begin, whole = min(start for spans in stages for *_, start, _ in spans), duration(stages)
     log(f"the shortest of 5 steps, {1000 * whole:.0f} ms: 0 1 2 forward, a b c backward of a"
         " micro-batch, . idle")
@@ -435,7 +470,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -16,6 +16,7 @@ Without the set the training scripts still run, on generated images of the same 
 """
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import http.client
@@ -104,7 +105,8 @@ def main():
         # One download at a time: another call waits here, and then finds the set. The system frees
         # the lock when the process ends, however it ends; the empty file stays.
         with open(os.path.join(args.data_dir, ".MNIST.lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # some network disks have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if find_fault(args.data_dir) is not None:
                 raw = os.path.join(partial, "MNIST", "raw")
                 for name, md5 in MNIST.resources:

@@ -84,9 +84,11 @@ def main():
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"check {attempt}", store)
             mine = describe_process(rank, local_rank, local_world_size, backend)
+            # Whoever gives addresses has no names, and starts torchrun with addresses, too.
+            by_name = any(not re.fullmatch(r"[\d.]+|.*:.*", name) for name in args.machines)
             found = collect(store, "came", mine, rank, everyone, args.timeout)
             machines = [process for process in found if process["local rank"] == 0]
-            seen = find_faults(machines, mine, by_name=bool(args.machines))
+            seen = find_faults(machines, mine, by_name)
             seen_by_each = collect(store, "sees", seen, rank, everyone, args.timeout)
         if faults := dict.fromkeys(fault for seen in seen_by_each for fault in seen):
             time.sleep(2 * runs_store)  # the store ends with this process: let the others read
@@ -100,6 +102,8 @@ def main():
         measure_bandwidth(device)
     except Exception as error:  # the store, Gloo and NCCL raise types of their own
         stop(diagnose(error), status=1)
+    if args.machines and not by_name:
+        log("note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine")
     log(f"check passed: {world_size} ranks on {len(machines)} machines")
     dist.destroy_process_group()
 
@@ -118,13 +122,17 @@ def own_place(names):
     return place
 
 
-def fault_of_name(name):
-    """Return a sentence if this machine does not know the name of another, else None."""
+def fault_of_name(name, other=None):
+    """Return a sentence if this machine does not know name, or not as that of the other machine."""
+    here, other_or_name = socket.gethostname(), other or name
     try:
-        socket.gethostbyname(name)
+        if not socket.gethostbyname(name).startswith("127.") or not other:
+            return None
+        fault = f"{other} calls itself {name}, and on {here} that means {here}: correct"
     except OSError:
-        return (f"{socket.gethostname()} does not know the name {name}: add it to /etc/hosts, or"
-                f" give its address instead (torchrun on {name}: --local-addr=ITS_ADDRESS)")
+        fault = f"{here} does not know the name {name}: add it to"
+    return (f"{fault} /etc/hosts, or give its address instead (torchrun on {other_or_name}:"
+            " --local-addr=ITS_ADDRESS)")
 
 
 def wait_for_listener(host, port, timeout):
@@ -137,6 +145,8 @@ def wait_for_listener(host, port, timeout):
             return socket.create_connection((host, port), timeout=2).close()
         except ConnectionRefusedError:
             reason = f"{host} is up, but nothing listens there. Start the check on {host} too"
+            if socket.gethostbyname(host).startswith("127."):  # only right on the first machine
+                reason = fault_of_name(host, "the first machine")
         except OSError as error:
             reason = (f"{error}. Is {host} up, is its address right, and is the port open in its"
                       f" firewall? To test: nc -vz {host} {port}")
@@ -148,8 +158,8 @@ def wait_for_listener(host, port, timeout):
 
 def describe_process(rank, local_rank, local_world_size, backend):
     """Return what the others must know of this process: a dict of plain types."""
-    # Gloo gives the others one address of this machine: that of the interface which
-    # GLOO_SOCKET_IFNAME names, or else the address of the machine's own name.
+    # Gloo (on CPUs, and for a group beside NCCL's) gives the others one address of this machine:
+    # of the interface that GLOO_SOCKET_IFNAME names, or else the address of the machine's own name.
     address = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
         address = address or socket.gethostbyname(socket.gethostname())
@@ -157,6 +167,7 @@ def describe_process(rank, local_rank, local_world_size, backend):
         address = "none"  # this machine does not know its own name
     first = rank - local_rank
     return {"local rank": local_rank, "machine": socket.gethostname(), "address": address,
+            "name": socket.getfqdn(),  # torchrun gives the others this one, or --local-addr
             "ranks": " ".join(str(r) for r in range(first, first + local_world_size)),
             "processes": local_world_size, "GPUs": torch.cuda.device_count(), "backend": backend,
             "torch": torch.__version__}
@@ -185,11 +196,16 @@ def find_faults(machines, mine, by_name):
     interfaces = [name for index, name in socket.if_nameindex() if index > 1]  # 1 is loopback
     by_interface = os.environ.get("GLOO_SOCKET_IFNAME")
     usable = address in interfaces if by_interface else not address.startswith(("127.", "none"))
-    if mine["backend"] == "gloo" and len(machines) > 1 and not usable:
-        faults.append(f"{machine} gives the others an address that only it can use ({address}): on"
-                      f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}")
+    if len(machines) > 1 and not usable:
+        fault = (f"{machine} gives the others an address that only it can use ({address}): on"
+                 f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}")
+        if mine["backend"] == "gloo":
+            faults.append(fault)
+        elif mine["local rank"] == 0:
+            print(f"note: a Gloo group beside NCCL would fail. {fault}\n", end="", flush=True)
     if by_name:  # a job needs the names. Under torchrun, it has already used them
-        faults += [fault for m in machines if (fault := fault_of_name(m["machine"]))]
+        others = [m for m in machines if m["ranks"] != mine["ranks"]]
+        faults += [fault for m in others if (fault := fault_of_name(m["name"], m["machine"]))]
     for what, cure in {"torch": "install the same version everywhere",
                        "backend": "where it is gloo, does nvidia-smi work?",
                        "processes": "use the same --nproc-per-node everywhere"}.items():
@@ -241,14 +257,19 @@ def ring_sum(tensor):
 
 def measure_bandwidth(device):
     """Print the bus bandwidth of an all_reduce: the bytes that each rank sends per second."""
-    world_size = dist.get_world_size()
-    block, times = torch.ones(16 * 2**18, device=device), []
+    # 16 MiB of integers, as their sum is exact. (NVLink and InfiniBand may need more to be at full
+    # speed, which was not tried: 04_collectives.py --bench measures up to 64 MiB.)
+    numbers = torch.arange(4 * 2**20, dtype=torch.int32, device=device) % 1000
+    world_size, times = dist.get_world_size(), []
     for _ in range(6):
+        block = numbers * (dist.get_rank() + 1)
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(block)
         block[0].item()  # waits for a GPU
         times.append(time.perf_counter() - start)
+        if not torch.equal(block, numbers * (world_size * (world_size + 1) // 2)):
+            stop("a sum of 16 MiB is wrong: does the network change data?", status=1)
     seconds = min(times[1:])  # the first is slower
     sent = 2 * (world_size - 1) / world_size * block.nbytes / seconds
     log(f"all_reduce of 16 MiB: {1000 * seconds:.{int(seconds < 0.01)}f} ms,"
@@ -296,7 +317,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

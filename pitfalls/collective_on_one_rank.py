@@ -9,7 +9,9 @@ wrong. In step 2 rank 1 is busy elsewhere: rank 0 waits for it until the timeout
 here; by default it is 10 minutes (NCCL) or 30 (Gloo).
 
 Recognise it: the job stands still, far from the mistake, often with its GPUs at 100 % (NCCL waits
-in a busy loop). "py-spy dump --pid PID" shows the line at which each rank stands: the lines differ.
+in a busy loop). On a CPU, "py-spy dump --pid PID" shows where each rank stands: the lines differ.
+(On GPUs, not tried, a call returns before it is done. All ranks may then stand in the same later
+line that waits for the GPU, .item() say. The last lines of recipes/who_is_missing.py help there.)
 With TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command, the error names the rank that did not
 come: "Ranks 1 failed to pass monitoredBarrier". (torch 2.15 on a CPU crashes in DDP() with DETAIL.)
 Cure: every rank calls the collective. Only the printing stays inside the "if".
@@ -47,7 +49,7 @@ def main(cure):
             if cure:
                 raise
             log(f"symptom: all_reduce failed: {str(error).rpartition('] ')[2]}")
-            dist.destroy_process_group()  # otherwise the process can abort at its exit
+            dist.destroy_process_group()  # with Gloo only: after an error, NCCL could wait here
             return
         log(f"step {step}: losses add up to {loss:g}, gradients to {gradient:g}", every_rank=True)
         sums.append((loss.item(), gradient.item()))

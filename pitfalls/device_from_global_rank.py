@@ -14,6 +14,8 @@ device "cuda"), all processes of a machine share GPU 0: it runs out of memory wh
 are idle, or NCCL reports "Duplicate GPU detected" (NCCL 2.30: "Multiple Ranks are using the same
 GPU/Partition"), or torch 2.15 "Expected tensor on cuda:1".
 Cure: use LOCAL_RANK, and call torch.cuda.set_device(local_rank) before anything else uses a GPU.
+If each process sees one GPU alone (CUDA_VISIBLE_DEVICES differs, as with Slurm's --gpus-per-task),
+that GPU is number 0 in each of them, and LOCAL_RANK fails. (Not tried.)
 """
 
 import argparse

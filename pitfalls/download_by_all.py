@@ -9,12 +9,15 @@ used.) Rank 1 comes a little later. It finds that the file is there, and reads w
 Recognise it: with an empty cache, some ranks fail (wrong size or checksum, damaged archive) or
 train on less data. The second start works, because the file is complete by then.
 Cure: on each machine, local rank 0 downloads to a temporary name, then moves the complete file to
-the final one. The others wait at a barrier, and then read. The timeout of the process group must be
-longer than the download.
+the final one. The others wait at a barrier, and then read. The temporary name holds machine and
+process: if machines share the disk, several ranks download at the same time. (The global rank 0
+alone would do there, but not on disks apart.) The timeout of the process group must be longer than
+the download.
 """
 
 import argparse
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -32,8 +35,9 @@ def broken(path):
 
 def fixed(path):
     if os.environ["LOCAL_RANK"] == "0" and not os.path.exists(path):  # the cure: one rank only
-        download(f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)  # the cure: the final name stands for a complete file
+        temporary = f"{path}.{socket.gethostname()}.{os.getpid()}"  # another machine's differs
+        download(temporary)
+        os.replace(temporary, path)  # the cure: the final name stands for a complete file
     dist.barrier()  # the cure: the others wait
     with open(path, "rb") as file:
         return file.read()

@@ -52,7 +52,7 @@ def main(cure):
         if cure:
             raise
         log(f"symptom: all_reduce failed: {str(error).rpartition('] ')[2]}")
-        dist.destroy_process_group()  # otherwise the process can abort at its exit
+        dist.destroy_process_group()  # with Gloo only: after an error, NCCL could wait here
         return
     log(f"{'cured' if cure else 'no error'}: together {counts.tolist()},"
         f" {counts.sum()} of 14 labels", every_rank=True)

@@ -33,7 +33,8 @@ def broken(ranks):
 
 def fixed(ranks):
     longer = timedelta(seconds=30)
-    patient = dist.new_group(backend="gloo", timeout=longer)  # the cure; all ranks make the group
+    # The cure: a group that is more patient. All ranks make it, once, at the start of the job.
+    patient = dist.new_group(backend="gloo", timeout=longer)
     if dist.get_rank() == 1:
         work_for_5_seconds()
     dist.monitored_barrier(patient, timeout=longer)  # the cure: wait for the pause here
@@ -55,7 +56,7 @@ def main(cure):
             raise
         reason = str(error).rpartition("] ")[2].partition(". ")[0]
         log(f"symptom: all_reduce failed: {reason}", every_rank=True)
-        dist.destroy_process_group()  # otherwise the process can abort at its exit
+        dist.destroy_process_group()  # with Gloo only: after an error, NCCL could wait here
         return
     if not cure or ranks != 2:
         raise RuntimeError(f"all_reduce over {ranks} ranks, and rank 0 did not give up")

@@ -8,8 +8,9 @@ ranks. In its 4th one, rank 0 waits for rank 1, which has left the loop.
 
 Recognise it: a hang at the end of an epoch. "py-spy dump --pid PID" shows some ranks in backward().
 Cure: run the loop in "with Join([model])". A rank that has finished then adds zeros to the mean
-until all have finished. Or give all ranks the same number of batches: DistributedSampler repeats
-some samples for that, or leaves some out (drop_last=True).
+until all have finished. It does so for DDP's own exchanges only: an all_reduce of yours in that
+loop meets another one, and gives a wrong sum or an error. Or give all ranks the same number of
+batches: DistributedSampler repeats some samples for that, or leaves some out (drop_last=True).
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     train_an_uneven_epoch(cure)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # with Gloo: after an error, NCCL could wait here
 
 
 def train_an_uneven_epoch(cure):

@@ -9,9 +9,10 @@ one never comes. backward() ends without an error, and each rank has its own gra
 
 Recognise it: the next step fails with "Expected to have finished reduction in the prior iteration"
 and the numbers of the parameters. With TORCH_DISTRIBUTED_DEBUG=INFO in front of the command, it
-gives their names, too. If the last step of a job leaves a layer out, nothing fails.
+gives their names, too. If the last step of a job leaves a layer out, nothing fails. If some ranks
+leave it out, and others use it, those that use it wait in backward(), and only the others report.
 Cure: find_unused_parameters=True. It costs a walk through the graph in each step. Cheaper: have no
-idle layers, or add 0 * self.idle(x).sum() to what forward() returns.
+idle layers, or add 0 * p.sum() for each parameter p of theirs to what forward() returns.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     train_two_steps((fixed if cure else broken)(), cure)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # with Gloo: after an error, NCCL could wait here
 
 
 def train_two_steps(model, cure):

@@ -6,7 +6,8 @@
 You see rank 0 evaluate a model while rank 1 waits in a barrier. This works for a model without
 buffers (tensors of a model that are not trained). BatchNorm has some, its running mean for one.
 With buffers, each model(x) first broadcasts those of rank 0, also after eval() and under no_grad().
-Rank 0 waits there until the timeout.
+With Gloo, rank 0 waits there until the timeout. (NCCL, not tried, may let it go on: its broadcast
+then meets the next collective of rank 1.)
 
 Recognise it: the evaluation hangs since the model has a BatchNorm. "py-spy dump --pid PID" shows
 rank 0 in _sync_buffers. If rank 1 goes on training meanwhile, its next forward pass takes part in
@@ -45,7 +46,7 @@ def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     evaluate_two_models(cure)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # with Gloo: after an error, NCCL could wait here
 
 
 def evaluate_two_models(cure):

@@ -1,12 +1,13 @@
 """How do I add up the gradients of several micro-batches, and exchange them only once?
 
-    for i, (inputs, targets) in enumerate(micro_batches):
+    for i, (inputs, targets) in enumerate(micro_batches):  # all of one size, as many on each rank
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             (mean_loss(model(inputs), targets) / len(micro_batches)).backward()
 
 A large batch may not fit into memory. Gradient accumulation cuts it into micro-batches and adds up
 their gradients before optimizer.step(). DistributedDataParallel (DDP) would average the gradients
-over the ranks (processes) in every backward(). no_sync() puts that off to the last micro-batch.
+over the ranks (processes) in every backward(). no_sync() puts that off to the last micro-batch. If
+the micro-batches differ in size, weigh them: recipes/unequal_micro_batches.py.
 
     torchrun --standalone --nproc-per-node=2 recipes/accumulate.py
 
@@ -21,6 +22,9 @@ The last two are common mistakes. DDP decides in its forward pass whether the ne
 exchanges gradients. no_sync() around backward() alone comes too late and saves nothing. Setting
 require_backward_grad_sync yourself, after the forward pass, averages the first micro-batch only: no
 error, a wrong gradient, and replicas that drift apart.
+
+FSDP2 has no no_sync(). Before each backward(), call model.set_requires_gradient_sync(is_last) with
+True for the last micro-batch. Until then, each rank keeps whole gradients: that costs memory.
 """
 
 import argparse
@@ -146,7 +150,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

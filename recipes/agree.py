@@ -1,11 +1,13 @@
 """How do all ranks stop in the same step?
 
-    def any_rank(condition, device):
-        flag = torch.tensor(float(condition), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    flags = dist.new_group(backend="gloo")  # over the CPU, so that nothing waits for a GPU
+
+    def any_rank(condition, group):
+        flag = torch.tensor(float(condition))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return flag.item() > 0
 
-    if any_rank(no_progress or time.monotonic() > deadline, device):
+    if any_rank(no_progress or time.monotonic() > deadline, flags):
         break
 
 Each rank is a process of its own. In every step of the training the ranks wait for each other,
@@ -23,8 +25,9 @@ rank tells the others whether it wants to stop, and all leave as soon as one of 
 
 "alone" is the common mistake. It is shown with Gloo and a timeout of 2 s, so that this script can
 go on; with NCCL, a timeout ends the process. All ranks must call any_rank(), in the same step. So
-this is wrong, too: "if no_progress or any_rank(time_is_up, device)". Where no_progress is true,
-Python skips the rest: that rank leaves, and the others wait for it in any_rank().
+this is wrong, too: "if no_progress or any_rank(time_is_up, flags)". Where no_progress is true,
+Python skips the rest: that rank leaves, and the others wait for it in any_rank(). No flag is needed
+if all ranks decide by the same number, such as a validation loss that they have all-reduced.
 """
 
 import argparse
@@ -42,23 +45,23 @@ EPOCHS = 6
 TIMEOUT = timedelta(seconds=2)  # for the demonstration; yours is that of init_process_group()
 
 
-def any_rank(condition, device):
+def any_rank(condition, group):
     """Return True on every rank if condition is true on any of them. All ranks must call it."""
-    flag = torch.tensor(float(condition), device=device)  # NCCL takes tensors on the GPU only
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return flag.item() > 0  # waits for the GPU: in a loop of short steps, ask every 10th step
+    flag = torch.tensor(float(condition))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return flag.item() > 0
 
 
-def train_agreed(wants_to_stop, finished, group, device):
+def train_agreed(wants_to_stop, finished, group):
     """The right way. wants_to_stop(epoch): what this rank alone would decide."""
     for epoch in range(1, EPOCHS + 1):
         exchange_gradients(group)
         finished.append(epoch)
-        if any_rank(wants_to_stop(epoch), device):
+        if any_rank(wants_to_stop(epoch), group):
             break
 
 
-def train_alone(wants_to_stop, finished, group, device):
+def train_alone(wants_to_stop, finished, group):
     """Wrong: the ranks that stay wait in the next epoch for the one that has left."""
     for epoch in range(1, EPOCHS + 1):
         exchange_gradients(group)
@@ -77,7 +80,6 @@ def reasons_to_stop(rank, world_size, folder):
     last = rank == world_size - 1
 
     def early_stopping(epoch):  # each rank has the loss of its own share of the validation set
-        # You can also all-reduce the losses. Then all ranks have the same number, and decide alike.
         losses = [0.9, 0.91, 0.92, 0.93, 0.94, 0.95] if rank == 0 else [1, 0.9, 0.8, 0.7, 0.6, 0.5]
         return epoch - losses.index(min(losses[:epoch])) > 2  # two epochs without progress
 
@@ -104,15 +106,15 @@ def main():
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
                             device_id=device if backend == "nccl" else None)
     with tempfile.TemporaryDirectory() as folder:  # each rank has its own: a disk of its own
-        stop_alone_and_together(device, folder)
+        stop_alone_and_together(folder)
     dist.destroy_process_group()
 
 
-def stop_alone_and_together(device, folder):
+def stop_alone_and_together(folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reasons = reasons_to_stop(rank, world_size, folder)
 
-    epochs, _, errors = watch(train_alone, reasons["early stopping"], device)
+    epochs, _, errors = watch(train_alone, reasons["early stopping"])
     if epochs != [3] * world_size or errors[0] or not all(errors[1:]):
         raise RuntimeError(f"one rank left alone, but: epochs {epochs}, errors {errors}")
     log(f"alone:  early stopping  rank 0 left after epoch {epochs[0]}; the others failed in epoch"
@@ -122,18 +124,18 @@ def stop_alone_and_together(device, folder):
     expected = {"early stopping": (0, 3), "stop file": (0, 2), "time limit": (last, 4),
                 "loss is nan": (last, 1)}  # the rank that wants to stop, and after which epoch
     for name, (who, epoch) in expected.items():
-        epochs, wanted, errors = watch(train_agreed, reasons[name], device)
+        epochs, wanted, errors = watch(train_agreed, reasons[name])
         if epochs != [epoch] * world_size or wanted != [who] or any(errors):
             raise RuntimeError(f"not all left together: {name}, epochs {epochs}, errors {errors}")
         log(f"agreed: {name:<15} wanted by rank {who}; all left after epoch {epoch}")
 
 
-def watch(train, wants_to_stop, device):
+def watch(train, wants_to_stop):
     """Return each rank's last epoch, the ranks that wanted to stop then, and each rank's error."""
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # a timeout breaks it: a new one here
     finished, error = [], ""
     try:
-        train(wants_to_stop, finished, group, device)
+        train(wants_to_stop, finished, group)
     except RuntimeError as caught:  # "Timed out waiting ..." or "Connection closed by peer ..."
         error = str(caught).rpartition("] ")[2]
     wish = bool(finished) and wants_to_stop(finished[-1])
@@ -160,7 +162,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -1,12 +1,11 @@
 """How do I save a sharded model so that any number of ranks can load it?
 
-    dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)  # all ranks; a new folder
+    folder = new_folder(root, step)  # all ranks, in a folder that all of them see
+    dcp.save(state_of(model, optimizer, step, scheduler=scheduler), checkpoint_id=folder)
     move_pointer(root, folder)  # a small file names the newest; removes all but the last two
-    ...  # later, with a new model and optimizer, on any number of ranks:
-    state = state_of(model, optimizer, 0)
-    dcp.load(state, checkpoint_id=newest(root))  # fills state, the step too
-    set_state_dict(model, optimizer, model_state_dict=state["model"],
-                   optim_state_dict=state["optimizer"])
+    # Later, with a new model, optimizer and scheduler, on any number of ranks:
+    if folder := newest(root):  # None before the first save
+        step = load_folder(model, optimizer, folder, scheduler=scheduler)
 
 With fully_shard() (FSDP2), each rank (process) keeps one part of every weight, a shard. Here dcp is
 torch.distributed.checkpoint. Every rank saves its shards, and a table says where each one belongs.
@@ -60,25 +59,27 @@ from torch.distributed.fsdp import fully_shard
 ROWS, STEPS = 24, 10  # rows of a step over all ranks; steps before the save, and after it
 
 
-def save_shards(model, optimizer, step, root):
+def save_shards(model, optimizer, step, root, **others):
     """The right way: save into a folder that is new, and move the pointer last.
 
     root: a folder that all ranks see, on all machines. One job at a time saves in it, and removes
     older folders of saves from it. If a rank fails, CheckpointException is raised on all. It is a
-    BaseException: "except Exception" does not catch it.
+    BaseException: "except Exception" does not catch it. others: see state_of().
     """
     folder = new_folder(root, step)
-    dcp.save(state_of(model, optimizer, step), checkpoint_id=folder)
+    dcp.save(state_of(model, optimizer, step, **others), checkpoint_id=folder)
     move_pointer(root, folder)  # dcp.save() returns when all ranks have written and flushed
 
 
-def state_of(model, optimizer, step):
-    """The state to save: the shards of this rank, not copied, and the step. Add your scheduler's.
+def state_of(model, optimizer, step, **others):
+    """The state to save: the shards of this rank, not copied, and the step.
 
+    others: scheduler=scheduler, and all else with a state_dict() that is the same on all ranks.
     Before the optimizer's first step, use this to load, and not to save: see load_folder().
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, "step": step}
+    states = {name: other.state_dict() for name, other in others.items()}
+    return {"model": model_state, "optimizer": optimizer_state, "step": step, **states}
 
 
 def new_folder(root, step):
@@ -95,7 +96,7 @@ def new_folder(root, step):
 def move_pointer(root, folder):
     """Make this folder the newest one, and remove all others but the one before."""
     if dist.get_rank() == 0:
-        keep = {os.path.basename(path) for path in (newest(root), folder) if path}
+        keep = {os.path.basename(path) for path in (read_pointer(root), folder) if path}
         pointer = os.path.join(root, "latest")
         with open(f"{pointer}.tmp", "w") as file:
             file.write(os.path.basename(folder))
@@ -110,7 +111,14 @@ def move_pointer(root, folder):
 
 
 def newest(root):
-    """Return the path of the newest whole folder, or None if there is none yet."""
+    """Return the path of the newest whole folder, or None if there is none yet. All call it."""
+    # On a disk over the network, another rank could still see the old pointer, and load its folder.
+    path = [read_pointer(root) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    return path[0]
+
+
+def read_pointer(root):
     try:
         with open(os.path.join(root, "latest")) as file:
             return os.path.join(root, file.read())
@@ -118,29 +126,38 @@ def newest(root):
         return None
 
 
-def load_folder(model, optimizer, folder, group=None):
+def load_folder(model, optimizer, folder, group=None, **others):
     """Fill a model and an optimizer that have not trained yet; return the step of the save.
 
     group: the ranks that load together; all by default. Their number does not matter.
+    others: the same names as in the save. One that is left out here keeps its new state.
+
+    "Missing key in checkpoint state_dict: optimizer.state...": the training used no such weight, so
+    AdamW had no state of it to save. Call its requires_grad_(False) before the save and the load.
+    A folder saved without that loads with dcp.load(..., planner=dcp.DefaultLoadPlanner(
+    allow_partial_load=True)), but then nothing that is missing raises an error.
     """
     # A template: what to load, and into which shards. A new optimizer has no state. So torch takes
     # a step that changes no weight, but adds 1 to AdamW's count. Loading overwrites that.
-    state = state_of(model, optimizer, 0)
+    state = state_of(model, optimizer, 0, **others)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=state["model"],
                    optim_state_dict=state["optimizer"])
+    for name, other in others.items():
+        other.load_state_dict(state[name])
     return state["step"]
 
 
-def save_shards_async(model, optimizer, step, root, group):
+def save_shards_async(model, optimizer, step, root, group, **others):
     """The right way while training goes on. Return a function that ends the save.
 
     All ranks must call that function: soon, before the next save, and before the job ends.
     group: dist.new_group(backend="gloo"), made once. A thread saves while the main thread trains.
     If both used one group of Gloo, their messages would mix, and the job would abort or hang.
+    async_save() is experimental in torch 2.15.
     """
     folder = new_folder(root, step)
-    pending = dcp.async_save(state_of(model, optimizer, step), checkpoint_id=folder,
+    pending = dcp.async_save(state_of(model, optimizer, step, **others), checkpoint_id=folder,
                              process_group=group)
     # The shards have been copied to the CPU by now. From here on, the optimizer may change them.
 
@@ -176,7 +193,8 @@ def show_all(device, root, scratch):
     """root: where this job loads and saves. scratch: a folder for all that is only shown."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = new_sharded(device)
-    start = load_folder(model, optimizer, newest(root)) if newest(root) else 0
+    folder = newest(root)
+    start = load_folder(model, optimizer, folder) if folder else 0
     if start:
         log(f"step {start}, loaded by {world_size} ranks: sha256 {checksum(model, optimizer)}")
     step = start + STEPS
@@ -353,7 +371,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -1,11 +1,13 @@
 """Where do clipping and GradScaler go with DDP and accumulation?
 
     for i, (inputs, targets) in enumerate(micro_batches):
-        ...  # no_sync() but for the last one, then scaler.scale(loss).backward(): see below
+        with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            scaler.scale(mean_loss(model(inputs), targets) / len(micro_batches)).backward()
     scaler.unscale_(optimizer)  # after the last backward(), which averages the gradients
-    clip_grad_norm_(model.parameters(), MAX_NORM)
-    scaler.step(optimizer)
+    norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+    scaler.step(optimizer)  # without a scaler: if norm.isfinite(): optimizer.step()
     scaler.update()
+    optimizer.zero_grad()
 
 Clipping limits the norm of the gradient. GradScaler multiplies the loss, so that small gradients do
 not become 0 in float16. DistributedDataParallel (DDP) averages the gradients over the ranks
@@ -20,17 +22,25 @@ find the same norm, and skip the same steps.
     [rank 0/2] clip each micro-batch    norm 0.15918, step of 5.0e-02, off by 6.0e-01
     [rank 0/2] clip before unscale_     norm 15083, step of 7.8e-07, off by 1.0e+00
     [rank 0/2] inf on rank 1 alone: every rank skips the step, and goes on with 32768 for 65536
+    [rank 0/2] inf on rank 1 alone, no scaler: 8320 of 8320 weights are nan; if isfinite(): 0
 
 Clipping each micro-batch changes the direction: it shrinks the ranks' gradients by different
 factors before they are averaged. Clipping before unscale_() limits the scaled gradient: the step is
 65536 times too small. An inf on one rank is in the average, so all ranks skip that step. Do not
 skip a bad batch on one rank yourself: the other ranks would wait for it in backward(). A snapshot
-must hold scaler.state_dict(). With bfloat16, leave the scaler out and keep the rest.
+must hold scaler.state_dict().
+
+With bfloat16, leave the scaler out. Then look at the norm yourself: it is the same on all ranks.
+(FSDP2 returns a DTensor: norm.full_tensor().) Otherwise one inf makes weights nan for good, since
+clipping multiplies it by 0. If several steps in a row are skipped, stop: see train_by_steps.py.
+With or without a scaler, a skipped step has changed BatchNorm's buffers: the forward pass has put
+the inf into its running mean. Copy the buffers before each step, and put them back, as there.
 """
 
 import argparse
 import contextlib
 import gc
+import math
 import os
 import sys
 import time
@@ -60,6 +70,23 @@ def clip_after_exchange(model, optimizer, scaler, micro_batches):
     scaler.update()
     optimizer.zero_grad()
     return norm.item()
+
+
+def skip_what_is_not_finite(model, optimizer, inputs, targets):
+    """The right way without a scaler."""
+    mse_loss(model(inputs), targets).backward()
+    norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+    if norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_in_any_case(model, optimizer, inputs, targets):
+    """Wrong: what is inf in the gradient is nan when it is clipped, and then in the weights."""
+    mse_loss(model(inputs), targets).backward()
+    clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def clip_each_micro_batch(model, optimizer, scaler, micro_batches):
@@ -101,6 +128,7 @@ def main():
                             device_id=device if backend == "nccl" else None)
     compare_clipping(device)
     overflow_on_one_rank(device)
+    overflow_without_scaler(device)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
@@ -150,6 +178,22 @@ def overflow_on_one_rank(device):
         f" {first_scale:.0f}")
 
 
+def overflow_without_scaler(device):
+    last = dist.get_world_size() - 1
+    nans = []
+    for way in (step_in_any_case, skip_what_is_not_finite):
+        model, optimizer, _ = new_model_and_scaler(device)
+        before = flat_weights(model)
+        inputs, targets = own_micro_batches(*make_rows(device))[0]
+        way(model, optimizer, inputs * (math.inf if dist.get_rank() == last else 1), targets)
+        after = flat_weights(model)
+        nans.append(set(gathered(after.isnan().sum().item())))
+    log(f"inf on rank {last} alone, no scaler: {max(nans[0])} of {after.numel()} weights are nan;"
+        f" if isfinite(): {max(nans[1])}")
+    if nans != [{after.numel()}, {0}] or not torch.equal(after, before):
+        raise RuntimeError(f"nan weights without and with the check: {nans}")
+
+
 def make_rows(device):
     """Your data; the same on every rank. Some rows are larger, so that the ranks' norms differ."""
     generator = torch.Generator().manual_seed(0)
@@ -192,7 +236,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

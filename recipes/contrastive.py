@@ -7,7 +7,8 @@
 A contrastive loss compares each sample with its partner and with all others, its negatives. But a
 rank (process) has only its own part of the batch. dist.all_gather fetches the other ranks' rows,
 but no gradient goes back through it. AllGather below is an autograd function that sends the
-gradients back to the ranks from which the rows came. Copy it.
+gradients back to the ranks from which the rows came. Copy it. (So does all_gather in
+torch.distributed.nn.functional, but torch 2.15 warns that it is deprecated.)
 
     torchrun --standalone --nproc-per-node=2 recipes/contrastive.py
 
@@ -192,7 +193,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

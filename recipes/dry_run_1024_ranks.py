@@ -1,6 +1,6 @@
 """What would each of 1,024 GPUs keep and send in my job, before I pay for them?
 
-    dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=1024)  # torch 2.10 or later
     mesh = init_device_mesh("cpu", (1024,))
     with FakeTensorMode() as fake:
         model = YourModel()  # its tensors have shapes, and no memory
@@ -10,8 +10,8 @@
 
 One process plays one rank of the job. It runs your training step on a CPU, and counts. Make its
 inputs inside "with fake", too. The step must not ask for a value: no loss.item(). CountCollectives
-stands below. FakeStore and FakeTensorMode are private in torch: they may change. For DDP
-(DistributedDataParallel), see with_ddp().
+stands below. FakeTensorMode is private in torch: it may change. For DDP (DistributedDataParallel),
+see with_ddp().
 
     python recipes/dry_run_1024_ranks.py
 
@@ -37,7 +37,7 @@ With TP (tensor parallel), 8 ranks compute each block together: their all-reduce
 "root only" is a mistake: fully_shard() for the model alone, and not for its blocks. The shards are
 as small, but each step gathers the whole model "at once". Dividing the memory by the number of
 ranks does not show this. "At once" is the largest all-gather: two blocks, and their gradients, can
-be there. DDP's line shows a first step. Later ones send the same bytes, in buckets of 25 MB.
+be there. DDP's line shows a first step. Later ones send the same bytes, in several buckets.
 """
 
 import argparse
@@ -62,7 +62,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import gelu
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.testing._internal.distributed.fake_pg import FakeStore  # private; registers "fake"
 from torch.utils._python_dispatch import TorchDispatchMode  # private
 from torch.utils._pytree import tree_leaves  # private
 
@@ -207,7 +206,7 @@ def main():
         mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
         mp.start_processes(compare_with_real, args=(f"file://{folder}/meet",), nprocs=REAL_RANKS,
                            start_method="forkserver")
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
     predict()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
@@ -221,7 +220,7 @@ def compare_with_real(rank, meeting_point):
     gc.collect()
     dist.destroy_process_group()
 
-    dist.init_process_group("fake", rank=rank, world_size=REAL_RANKS, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=REAL_RANKS)
     log(f"{'bytes':<7} {'kept: real':>11} {'dry':>8}   {'calls: real':>13} {'dry':>13}")
     for way, (kept, [first, _, third]) in real.items():
         dry_kept, [dry] = train_and_count(way, **REAL_JOB)

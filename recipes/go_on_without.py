@@ -1,17 +1,18 @@
 """How can the other ranks go on when one has died, without a restart?
 
-    leave_group()  # after the "except" of the failed step: in it, the error keeps DDP alive
-    members = meet(store, meeting, me, job["step"], members)  # who is still here?
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"group {meeting}", store), timeout=TIMEOUT,
-        rank=members.index(me), world_size=len(members))
-    take_newest_state(job)  # weights, optimizer and step of the rank with the most steps
-    model = DDP(job["net"])
+    model = None  # it holds the old group. So does the error: do this after its "except" has ended
+    leave_group()
+    before, members = members, meet(store, meeting, me, step, members)  # who is still here?
+    if len(members) == len(before): raise RuntimeError(fault)  # all are: the error is your own
+    join_group(store, meeting, me, members)  # init_process_group() with a PrefixStore
+    step = take_newest_state(net, optimizer, step)  # of the rank with the most steps
+    model = DDP(net)
 
 This is for Gloo on CPUs, and for processes that you start yourself: torchrun ends all ranks when
 one dies. Each rank is a process. When one dies, the others get an error in the step that they
 share. They agree on who is left, through a store of keys and values. A further process holds it.
-They make a new group, and repeat the step with its whole batch.
+They make a new group, and repeat the step with its whole batch. In your "except", keep the error
+as a text: fault = traceback.format_exc(). If nobody is missing, it is yours, and comes every time.
 
     python recipes/go_on_without.py
 
@@ -32,8 +33,9 @@ All survivors go on from one state, that of the rank with the most steps. The pr
 must live. A rank that hangs counts as dead after the timeout, and ends when it comes back.
 
 NCCL was not tried: there torch by default ends the process after a failure, so the group has to be
-aborted first. torchft (not run here) is made for this. By its documentation, it finds dead ranks by
-heartbeats, and lets new ones join.
+aborted first. Torch 2.15 has dist.shrink_group(dead, shrink_flags=distributed_c10d.SHRINK_ABORT),
+not for Gloo, and init_process_group(enable_reconfigure=True). torchft is made for this: by its
+documentation, it finds dead ranks by heartbeats, and lets new ones join. None of them was run here.
 """
 
 import argparse
@@ -69,17 +71,16 @@ def train(me, store, job):
     """The right way: train in one group after the other, until one of them finishes.
 
     me: the number of this process, which it keeps. Its rank is its place among the members.
-    job: {"net", "optimizer", "step": the steps taken, ...}.
     Return the members of the last group; None if the others have gone on without this process.
     """
     members, fault = list(range(RANKS)), None
     for meeting in itertools.count():
-        found = meet(store, meeting, me, job["step"], members)
+        found = meet(store, meeting, me, job.step, members)
         if me not in found:
             return None  # the others took this process for dead, and are steps ahead
         if fault and len(found) == len(members):  # also an error in your model comes to this line
             raise RuntimeError(f"no rank has died, but:\n{fault}")
-        job["gone"], members = sorted(set(members) - set(found)), found
+        job.gone, members = sorted(set(members) - set(found)), found
         try:
             train_together(store, meeting, me, members, job)
             return members
@@ -111,44 +112,49 @@ def meet(store, meeting, me, step, expected):
 
 def train_together(store, meeting, me, members, job):
     """Train to the end in a group of the members. Raise RuntimeError when one of them dies."""
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"group {meeting}", store),  # no address of a dead rank
-        rank=members.index(me), world_size=len(members), timeout=TIMEOUT)
-    take_newest_state(job)
-    model = DDP(job["net"])
+    join_group(store, meeting, me, members)
+    job.step = take_newest_state(job.net, job.optimizer, job.step)
+    model = DDP(job.net)
     report(store, meeting, members, job)
     take_steps(model, me, members, job, share)
     dist.barrier()  # stay until all have taken the last step: one may have to repeat it
 
 
-def take_newest_state(job):
-    """Give all ranks the state of rank 0, which has taken the most steps.
+def join_group(store, meeting, me, members):
+    """Make a group of the members. Without the prefix, they would read the dead rank's address."""
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(f"group {meeting}", store), timeout=TIMEOUT,
+        rank=members.index(me), world_size=len(members))
+
+
+def take_newest_state(net, optimizer, step):
+    """Give all ranks the state of rank 0, which has taken the most steps. Return their number.
 
     When a rank dies, one survivor may have got the gradients of all and the other an error. Then
     the first is one step ahead. Another call before optimizer.step() would not help: it could fail
     in the same way. So the newest state counts: it has the gradients of all ranks. Add all else
     that your step changes: the schedule, a scaler, random states.
     """
-    state = [{"net": job["net"].state_dict(), "optimizer": job["optimizer"].state_dict(),
-              "step": job["step"]}]
+    state = [(net.state_dict(), optimizer.state_dict(), step)]
     dist.broadcast_object_list(state, src=0)
     # All of it has come: if rank 0 dies now, the state here is not half old and half new.
-    job["net"].load_state_dict(state[0]["net"])
-    job["optimizer"].load_state_dict(state[0]["optimizer"])
-    job["step"] = state[0]["step"]
+    of_net, of_optimizer, step = state[0]
+    net.load_state_dict(of_net)
+    optimizer.load_state_dict(of_optimizer)
+    return step
 
 
 def take_steps(model, me, members, job, share):
-    while job["step"] < STEPS:
+    while job.step < STEPS:
         rows = share(me, members)
-        job["optimizer"].zero_grad()  # also what a failed step has left behind
-        if (me, job["step"]) == job["kill"]:
-            die(job)
-        loss_of(model, batch_of(job["step"])[rows]).backward()  # an error if a rank is gone
+        job.optimizer.zero_grad()  # also what a failed step has left behind
+        if (me, job.step) == job.kill:
+            die(job.store, job.step)
+        loss_of(model, batch_of(job.step)[rows]).backward()  # an error if a rank is gone
         # No collective call from here to the end: the step is taken as a whole or not at all.
-        job["optimizer"].step()
-        job["seen"] += [(job["step"], row) for row in rows]
-        job["step"] += 1
+        job.optimizer.step()
+        job.seen += [(job.step, row) for row in rows]
+        job.step += 1
 
 
 def share(me, members):
@@ -191,8 +197,7 @@ def worker(me, port, kill):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False,
                           timeout=timedelta(seconds=START))
-    job = new_job()
-    job["kill"], job["store"] = (kill, KILL_STEP), store
+    job = Job(kill=(kill, KILL_STEP), store=store)
     members = train(me, store, job)
     if members:
         compare(me, members, job)
@@ -208,33 +213,34 @@ def report(store, meeting, members, job):
     if meeting == 0:
         log(f"{len(members)} ranks start, {shares}")
         return
-    job["went_on_with"] = copy.deepcopy((job["net"], job["optimizer"].state_dict(), job["step"]))
-    seconds = time.monotonic() - float(store.get("died"))
-    log(f"rank {job['gone'][0]} of {RANKS} died in step {KILL_STEP}; {seconds:.1f} s later,"
-        f" {len(members)} ranks go on in step {job['step']}, {shares}")
+    job.went_on_with = copy.deepcopy((job.net, job.optimizer.state_dict(), job.step))
+    step, moment = store.get("died").decode().split()  # of the last one
+    gone, seconds = " and ".join(map(str, job.gone)), time.monotonic() - float(moment)
+    log(f"rank {gone} of {RANKS} died in step {step}; {seconds:.1f} s later,"
+        f" {len(members)} ranks go on in step {job.step}, {shares}")
 
 
 def compare(me, members, job):
-    plain = new_job()  # one process, which takes all rows of each batch
+    plain = Job()  # one process, which takes all rows of each batch
     for step in range(STEPS):
-        plain["optimizer"].zero_grad()
-        loss_of(plain["net"], batch_of(step)).backward()
-        plain["optimizer"].step()
+        plain.optimizer.zero_grad()
+        loss_of(plain.net, batch_of(step)).backward()
+        plain.optimizer.step()
 
     # The wrong way, from the state in which the survivors went on.
-    wrong = new_job()
-    wrong["net"], optimizer, first = job["went_on_with"]
-    wrong["optimizer"] = new_optimizer(wrong["net"])
-    wrong["optimizer"].load_state_dict(optimizer)
-    wrong["step"] = first
-    take_steps(DDP(wrong["net"]), me, members, wrong, old_share)
+    wrong = Job()
+    net, optimizer, first = job.went_on_with
+    wrong.net.load_state_dict(net.state_dict())
+    wrong.optimizer.load_state_dict(optimizer)
+    wrong.step = first
+    take_steps(DDP(wrong.net), me, members, wrong, old_share)
 
     rows, lost, off = (STEPS - first) * BATCH, {}, {}
     for way, done in [("shares dealt anew", job), ("old shares kept", wrong)]:
-        seen = {row for rows in gathered(done["seen"]) for row in rows if row[0] >= first}
+        seen = {row for rows in gathered(done.seen) for row in rows if row[0] >= first}
         lost[way] = rows - len(seen)
         off[way] = max((a - b).abs().max().item() for a, b in zip(
-            done["net"].parameters(), plain["net"].parameters(), strict=True))
+            done.net.parameters(), plain.net.parameters(), strict=True))
         log(f"{way:<17} {lost[way]:>2} of {rows} rows never seen, weights off by {off[way]:.1e}")
     if lost["shares dealt anew"] or off["shares dealt anew"] > 1e-6:
         raise RuntimeError("the survivors did not train as one process does")
@@ -244,14 +250,17 @@ def compare(me, members, job):
         " rounding")
 
 
-def new_job():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
-    return {"net": net, "optimizer": new_optimizer(net), "step": 0, "kill": None, "seen": []}
+class Job:
+    """What a process trains, and what is shown of it."""
 
-
-def new_optimizer(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    def __init__(self, kill=None, store=None):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.step = 0  # steps taken
+        self.kill, self.store = kill, store  # (process, step): dies there, and says when
+        self.seen = []  # (step, row)
+        self.gone, self.went_on_with = [], None  # at the last meeting
 
 
 def batch_of(step):
@@ -263,8 +272,8 @@ def loss_of(model, rows):
     return (model(rows) - 1).square().mean()  # the shares are of one size
 
 
-def die(job):
-    job["store"].set("died", str(time.monotonic()))
+def die(store, step):
+    store.set("died", f"{step} {time.monotonic()}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,7 +1,8 @@
 """How do I compute a metric that is no mean (AUC, F1, median) over all ranks?
 
     shares = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, (scores.cpu(), labels.cpu()))  # they may differ in size
+    own = [column.cpu().clone() for column in (scores, labels)]  # the ranks' sizes may differ
+    dist.all_gather_object(shares, own)
     scores, labels = (torch.cat(column) for column in zip(*shares, strict=True))
     value = auc(scores, labels)  # the metric of all rows, on every rank
 
@@ -39,8 +40,9 @@ def gather_rows(*columns):
     """Return each column with the rows of all ranks, in rank order, on the CPU of every rank."""
     shares = [None] * dist.get_world_size()
     # The objects may differ in size; all_gather() takes equal shapes only. cpu(): a tensor on
-    # GPU 1 arrives on GPU 1, on every rank, although that GPU belongs to rank 1.
-    dist.all_gather_object(shares, [column.cpu() for column in columns])
+    # GPU 1 arrives on GPU 1, on every rank, although that GPU belongs to rank 1. clone(): a slice
+    # of a tensor would take the whole tensor along.
+    dist.all_gather_object(shares, [column.cpu().clone() for column in columns])
     return [torch.cat(column) for column in zip(*shares, strict=True)]
 
 
@@ -145,7 +147,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -1,12 +1,12 @@
 """What do I seed when several ranks train with dropout and loader workers?
 
-    workers = torch.Generator()  # for DataLoader(dataset, sampler=..., generator=workers, ...)
+    workers = torch.Generator()
+    loader = DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, generator=workers)
     for epoch in range(first_epoch, epochs):
         sampler.set_epoch(epoch)  # DistributedSampler's order follows from it, on all ranks alike
         workers.manual_seed(SEED + epoch * world_size + rank)  # the loader's worker processes
         for step, batch in enumerate(loader, start=epoch * len(loader)):
-            torch.manual_seed(SEED + step * world_size + rank)  # dropout
-            ...  # the forward pass and so on
+            torch.manual_seed(SEED + step * world_size + rank)  # dropout, in the step below
 
 On one GPU, one torch.manual_seed() at the start is enough. With that alone, all ranks (processes)
 draw the same numbers: they drop the same units, and augment their images alike. Nothing fails, but
@@ -18,8 +18,9 @@ random numbers follow from the step's number, and a snapshot need not hold anyth
     [rank 0/2] dropout, SEED + step * world_size + rank   48% equal, 12 different masks of 12
     [rank 0/2] dropout, SEED + step + rank                48% equal,  7 different masks of 12
     [rank 0/2] dropout, SEED + step                      100% equal,  6 different masks of 12
-    [rank 0/2] workers, SEED + epoch * world_size + rank  16 different numbers for 16 items
-    [rank 0/2] workers, SEED + epoch                       8 different numbers for 16 items
+    [rank 0/2] workers, SEED + epoch * world_size + rank  48 different numbers of 48
+    [rank 0/2] workers, SEED + epoch + rank               32 different numbers of 48
+    [rank 0/2] workers, SEED + epoch                      24 different numbers of 48
     [rank 0/2] resumed with seeds by step          weights off by 0.0e+00
     [rank 0/2] resumed with no RNG state           weights off by 3.7e-02
     [rank 0/2] resumed with rank 0's RNG state     weights off by 2.7e-02
@@ -27,10 +28,16 @@ random numbers follow from the step's number, and a snapshot need not hold anyth
     [rank 0/2] seeds by step and rank: no numbers twice, and a resumed run repeats the whole one
 
 The masks of ranks 0 and 1 in one step should be equal in half of their places: by chance. A sum
-like SEED + step + rank repeats masks: rank 1 has now what rank 0 will have in the next step. If you
-seed only once, the snapshot must hold the states of each rank's random number generators (RNG), not
-only those of rank 0. The workers take their seeds when an epoch starts (not if they persist): save
-at its end. To go on in its middle, let the dataset seed itself, by epoch and index of the item.
+like SEED + step + rank repeats masks: rank 1 has now what rank 0 will have in the next step. With
+tensor parallelism, rank and world_size are mesh["dp"].get_local_rank() and mesh["dp"].size(): the
+ranks of a group need the same masks for what they all hold. For split activations, see
+recipes/tensor_parallel.py. For what must be alike on all ranks, say the share of a mixup, use
+torch.Generator().manual_seed(SEED + step).
+
+If you seed only once, the snapshot must hold the states of each rank's random number generators
+(RNG), not only those of rank 0. The workers take their seeds when an epoch starts (not if they
+persist): save at its end. To go on in its middle, let the dataset seed itself, by epoch and index
+of the item. Do so, too, with num_workers=0: there, items and dropout draw from one generator.
 """
 
 import argparse
@@ -49,7 +56,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-SEED, STEPS = 0, 6
+SEED, STEPS, EPOCHS = 0, 6, 3
 
 
 def seed_step(step, rank, world_size):
@@ -67,14 +74,19 @@ def seed_alike(step, rank, world_size):
     torch.manual_seed(SEED + step)
 
 
-def make_loader(dataset, seed):
-    """Return a loader whose workers seed torch, random and NumPy from this seed."""
+def draw_in_workers(dataset, seed):
+    """Return the random numbers that this rank's loader workers draw. seed: a function of epoch."""
     # The sampler must shuffle alike on all ranks: it has a seed of its own. (With shuffle=True
     # instead of a sampler, the generator would shuffle: in another order on each rank.)
-    # To go on in the middle of an epoch, a data set must seed by epoch and index: new workers
-    # start again with the first numbers of the epoch.
-    return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset), num_workers=2,
-                      generator=torch.Generator().manual_seed(seed))
+    sampler = DistributedSampler(dataset)
+    workers = torch.Generator()  # from it, the workers seed torch, random and NumPy
+    loader = DataLoader(dataset, 4, sampler=sampler, num_workers=2, generator=workers)
+    numbers = []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        workers.manual_seed(seed(epoch))
+        numbers += torch.cat(list(loader)).tolist()
+    return numbers
 
 
 def rng_states(device):
@@ -124,13 +136,16 @@ def compare_masks(device):
 
 def compare_workers():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    different = []
-    for name, seed in [("SEED + epoch * world_size + rank", SEED + rank), ("SEED + epoch", SEED)]:
-        loader = make_loader(Augmented(8 * world_size), seed)
-        ranks = gathered(torch.cat(list(loader)).tolist())
+    different, dataset = [], Augmented(8 * world_size)
+    for name, seed in [
+        ("SEED + epoch * world_size + rank", lambda epoch: SEED + epoch * world_size + rank),
+        ("SEED + epoch + rank", lambda epoch: SEED + epoch + rank),
+        ("SEED + epoch", lambda epoch: SEED + epoch),
+    ]:
+        ranks = gathered(draw_in_workers(dataset, seed))
         different.append(len(set().union(*ranks)))
-        log(f"workers, {name:<32}  {different[-1]:>2} different numbers for {8 * world_size} items")
-    if different != [8 * world_size, 8]:
+        log(f"workers, {name:<32}  {different[-1]:>2} different numbers of {sum(map(len, ranks))}")
+    if different != [8 * EPOCHS * world_size, 8 * (EPOCHS + world_size - 1), 8 * EPOCHS]:
         raise RuntimeError("the workers' numbers do not repeat as this file says")
 
 
@@ -199,7 +214,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

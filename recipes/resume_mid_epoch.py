@@ -64,7 +64,8 @@ class GlobalBatches(Sampler):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.items, generator=generator)
         # A last batch that is not full is left out: with few items, a rank would get none of it.
-        for batch in order.split(self.global_batch)[self.first_step :][: len(self)]:
+        for step in range(self.first_step, self.items // self.global_batch):
+            batch = order[step * self.global_batch :][: self.global_batch]
             # If world_size does not divide global_batch, some ranks have one item more. The loss
             # must then be weighed by len(batch) * world_size / global_batch.
             yield batch[self.rank :: self.world_size].tolist()
@@ -141,7 +142,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -60,7 +60,11 @@ def exact(model):
 
 
 def bfloat16(model):
-    """Round the gradients to 8 significant bits before they are sent, and add them up as such."""
+    """Round the gradients to 8 significant bits before they are sent, and add them up as such.
+
+    Each addition rounds, too. Random gradients, added up by Gloo, were off by 0.25% on 2 ranks, by
+    0.40% on 8 and by 0.53% on 16.
+    """
     # fp16_compress_hook keeps 11 bits, but makes a gradient above 65504 inf, and a tiny one 0.
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
 
@@ -75,7 +79,12 @@ def power_sgd(model, use_error_feedback=True):
     # The first 10 steps are sent whole. Biases always are: they have one dimension.
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10,
                           use_error_feedback=use_error_feedback)
-    # It holds what was not sent yet: torch.save() it on each rank, with your snapshot.
+    # It holds what was not sent yet: torch.save() it on each rank, with your snapshot. To resume,
+    # torch.load(..., weights_only=False), your own file only, after init_process_group(). Then take
+    # two passes of forward and backward before you register the hook: DDP sorts the gradients anew
+    # at the second one, and what was not sent would be added to others.
+    # An inf stays in the state, and makes all later gradients nan: if you skip such a step, clear()
+    # state.error_dict, state.p_memory_dict and state.q_memory_dict on all ranks.
     model.register_comm_hook(state, powerSGD_hook)
 
 
@@ -206,7 +215,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

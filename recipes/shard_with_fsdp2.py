@@ -9,30 +9,34 @@
 With DistributedDataParallel (DDP), each rank (process) holds everything. fully_shard (FSDP2, fully
 sharded data parallel) takes the place of DDP(model): each rank holds a shard, its part of each
 tensor. All ranks gather a block's whole weights before it runs, and free them after. The training
-loop stays as with DDP: each rank takes rows of its own.
+loop stays as with DDP: each rank takes rows of its own. The evaluation does not: see
+validation_loss(). Nor does BatchNorm: DDP sends rank 0's statistics (buffers) to all before each
+forward pass, FSDP2 never. So share them before you evaluate or save.
 
     torchrun --standalone --nproc-per-node=2 recipes/shard_with_fsdp2.py
 
-    [rank 0/2] bytes on one rank       weights gradients    AdamW  blocks whole   off by
-    [rank 0/2] DDP                      594432    594432  1188864
-    [rank 0/2] FSDP2                    297216    297216   594432        1 of 4  4.6e-07
-    [rank 0/2] FSDP2, 2 micro-batches   297216    297216   594432        1 of 4  3.3e-06
-    [rank 0/2] only the root            297216    297216   594432        4 of 4  4.6e-07
-    [rank 0/2] optimizer first          891648    297216        0        1 of 4  1.0e+00
-    [rank 0/2] FSDP2, the blocks that are whole, forward and backward: 0 1 2 3 3 2 1 0
-    [rank 0/2] whole_state(): 594432 bytes; loads, off by 4.4e-07
-    [rank 0/2] state_dict():  297216 bytes; does not load
-    [rank 0/2] start_in_shards(): 445824 bytes of weights at most, not 594432; off by 4.4e-07
-    [rank 0/2] FSDP2: 50% of DDP's bytes, 1 of 4 blocks whole, DDP's weights up to rounding
+    [rank 0/2] bytes on one rank       weights gradients    AdamW    whole   off by
+    [rank 0/2] DDP                     1226112   1226112  2452224
+    [rank 0/2] FSDP2                    613056    613056  1226112   334464  4.8e-07
+    [rank 0/2] FSDP2, 2 micro-batches   613056    613056  1226112   334464  8.5e-07
+    [rank 0/2] only the root            613056    613056  1226112  2452224  4.8e-07
+    [rank 0/2] optimizer first         1839168    613056        0   334464  1.0e+00
+    [rank 0/2] validation_loss(): 2 batches on rank 0, 1 on each other; 1.04220, DDP's 1.04220
+    [rank 0/2] score(): got mixed torch.Tensor and DTensor; registered, off by 3.8e-06
+    [rank 0/2] whole_state(): 1226112 bytes; loads, off by 4.0e-07
+    [rank 0/2] state_dict():  613056 bytes; does not load
+    [rank 0/2] start_in_shards(): 761664 bytes of weights at most, not 1226112; off by 4.0e-07
+    [rank 0/2] FSDP2: 50% of the bytes, 27% of the weights whole at once, DDP's up to rounding
 
-The bytes are those kept between two steps. "Blocks whole" is the most blocks that were gathered at
-one moment. Leave room for activations, and for two whole blocks, since torch may gather the next
-one early. "Off by" is the distance from DDP after 10 AdamW steps, relative
-to how far the weights moved. "Only the root" is fully_shard(model) alone: the whole model is one
-block. An optimizer made first keeps the old whole weights and trains nothing, without an error.
-Rank 0's state_dict() has only its shards, which do not load into a plain model. A model too large
-even to be built starts on the "meta" device, which has no memory: see start_in_shards(). To save
-and resume, see checkpoint_any_world_size.py.
+The bytes are those kept between two steps. "Whole" is the most that a rank held of whole weights at
+one moment of a step. With FSDP2, those are the weights of a block, those that the next gather has
+fetched, and the head. The gradients of a block, whole for a moment, and activations come on top.
+"Off by" is the distance from DDP after 10 AdamW steps, relative to how far the weights moved. "Only
+the root" is fully_shard(model) alone: the whole model is one block. An optimizer made first keeps
+the old whole weights and trains nothing, without an error. Rank 0's state_dict() has only its
+shards, which do not load into a plain model. A model too large even to be built starts on the
+"meta" device, which has no memory: see start_in_shards(). To save and resume, see
+checkpoint_any_world_size.py.
 """
 
 import argparse
@@ -40,6 +44,7 @@ import gc
 import os
 import sys
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -48,14 +53,14 @@ import torch.distributed.nn  # else DDP imports it later, which keeps the group 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, relu
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-BLOCKS, WIDTH, STEPS, ROWS = 4, 96, 10, 16  # ROWS on each rank
+BLOCKS, WIDTH, STEPS, ROWS = 8, 96, 10, 16  # ROWS on each rank
 MAX_NORM = 0.02  # clips in every step here
 DECAY = 0.9  # of the average of the weights; 0.999 or more for a real training
 
@@ -69,9 +74,12 @@ def shard(model, mesh, **options):
     reduce_dtype=torch.float32). Weights and gradients stay in float32. The model then returns
     bfloat16: compute the loss from model(x).float().
     """
-    for block in model.children():  # take your own list of blocks: model.blocks, say
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)  # gathered and freed as one
-    fully_shard(model, mesh=mesh, **options)  # what belongs to no block: here nothing
+    fully_shard(model, mesh=mesh, **options)  # what belongs to no block: here the head
+    # Otherwise a method other than forward() finds shards where it needs whole weights. It fails:
+    # "got mixed torch.Tensor and DTensor". Yours may be called generate().
+    register_fsdp_forward_method(model, "score")
 
 
 def train(model, optimizer, batches, micro_batches=1):
@@ -96,27 +104,57 @@ def train(model, optimizer, batches, micro_batches=1):
     return average
 
 
+def validation_loss(model, batches):
+    """Return the mean loss over the rows of all ranks. Each has a batch, and some may have more.
+
+    Each forward is a collective call, also under no_grad(): it gathers the weights. So a rank that
+    has no batch left goes on with one that does not count. Without it, the others would hang.
+    """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)  # otherwise each rank takes its own BatchNorm statistics
+    device = batches[0][0].device
+    most = torch.tensor(len(batches), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    total = torch.zeros(2, device=device)  # losses, rows
+    model.eval()
+    with torch.no_grad():
+        for i in range(most.item()):
+            inputs, targets = batches[min(i, len(batches) - 1)]
+            losses = (model(inputs) - targets).square().mean(dim=1)
+            if i < len(batches):
+                total += torch.stack([losses.sum(), torch.tensor(len(losses), device=device)])
+    model.train()
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
 def start_in_shards(device, mesh):
     """Right, too, and for models that do not fit on one rank even before training.
 
-    Return (model, most). The weights are those of new_model() in a single process. most: the
-    bytes of weights on this rank when it held most, its shards and a whole block.
+    Return (model, most). The weights are those of Stack() in a single process. most: the bytes of
+    weights on this rank when it held most, its shards and a whole block.
     """
     with torch.device("meta"):  # names and shapes, no memory
-        model = new_model()
+        model = Stack()
     shard(model, mesh)
-    model.to_empty(device=device)  # memory for the shards, without values
-    # Below, the blocks get theirs. Buffers, and weights outside of the blocks, would need some too.
-    most = 0
+    model.to_empty(device=device)  # memory for shards and buffers, without values: they come below
+    most, filled = 0, set()
     torch.manual_seed(1)  # one seed for all ranks: each draws all numbers, and keeps its shards
-    for block in model.children():
-        whole = new_block().to(device)
+    for part, build in [*((block, Layer) for block in model.blocks), (model.head, new_head)]:
+        whole = build().to(device)
         most = max(most, count_bytes(model.parameters()) + count_bytes(whole.parameters()))
-        for p, full in zip(block.parameters(), whole.parameters(), strict=True):
+        for p, full in zip(part.parameters(), whole.parameters(), strict=True):
             # src_data_rank=None: no exchange, because all ranks have the same numbers.
             shards = distribute_tensor(full.detach(), mesh, p.placements, src_data_rank=None)
             p.detach().copy_(shards)
+        for buffer, full in zip(part.buffers(), whole.buffers(), strict=True):
+            buffer.copy_(full)  # no checkpoint has those with persistent=False
+        filled.update([*part.parameters(), *part.buffers()])
         del whole, full, shards  # otherwise two blocks are whole while the next one is built
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+             if tensor not in filled]
+    if empty:
+        raise RuntimeError(f"without values: {', '.join(empty)}")
     return model, most
 
 
@@ -143,6 +181,9 @@ def optimizer_first(model, mesh):
 
 def main():
     parse_args()
+    world_size = int(os.environ["WORLD_SIZE"])
+    if WIDTH % world_size:  # FSDP2 would fill up the shards, and the bytes would not add up
+        stop(f"the number of ranks, {world_size}, must divide the width, {WIDTH}")
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
                             device_id=device if backend == "nccl" else None)
@@ -157,7 +198,7 @@ def compare(device):
     torch.manual_seed(0)  # every rank makes the same rows, and takes its own ones
     rows = torch.randn(STEPS, 2, ROWS * world_size, WIDTH).to(device)
     batches = [tuple(batch[:, rank::world_size]) for batch in rows]
-    log("bytes on one rank       weights gradients    AdamW  blocks whole   off by")
+    log("bytes on one rank       weights gradients    AdamW    whole   off by")
     ddp = new_model().to(device)
     optimizer = new_optimizer(ddp)
     ddp_average = train_ddp(DDP(ddp), optimizer, batches)
@@ -171,21 +212,22 @@ def compare(device):
         optimizer = way(model, mesh) or new_optimizer(model)  # only optimizer_first returns one
         average = train(model, optimizer, batches, micro_batches)
         off = max(off_by(model, ddp), off_by(average, ddp_average))  # the worse
-        held, whole = bytes_held(model, optimizer), blocks_whole(model, *batches[0])
-        most = max(map(len, whole))
-        log("{:<22} {:>8} {:>9} {:>8} {:>8} of {}  {:.1e}".format(name, *held, most, BLOCKS, off))
-        trains, at_once = way is not optimizer_first, BLOCKS if way is shard_root_only else 1
-        if (off < 1e-3) != trains or most != at_once:
+        held, most = bytes_held(model, optimizer), most_gathered(model, *batches[0])
+        log("{:<22} {:>8} {:>9} {:>8} {:>8}  {:.1e}".format(name, *held, most, off))
+        trains, by_blocks = way is not optimizer_first, way is not shard_root_only
+        few = 2 * count_bytes(Layer().parameters()) + count_bytes(new_head().parameters())
+        if (off < 1e-3) != trains or (most <= few) != by_blocks:
             raise RuntimeError(f"{name}: this is not what this file says")
         if name == "FSDP2":
-            sharded, trace = model, " ".join(whole)
+            sharded, at_once = model, most / everything[0]
             share = max(ours / total for ours, total in zip(held, everything, strict=True))
     if share > 1.1 / world_size:
         raise RuntimeError(f"a rank holds {share:.0%} of what it holds with DDP")
-    log(f"FSDP2, the blocks that are whole, forward and backward: {trace}")
+    check_forwards(sharded, ddp, batches[: 2 if rank == 0 else 1],
+                   torch.cat([rows[0], rows[1][:, ::world_size]], dim=1))
     check_saved(whole_state(sharded), sharded.state_dict(), ddp)
     check_start(device, mesh, batches, ddp)
-    log(f"FSDP2: {share:.0%} of DDP's bytes, 1 of {BLOCKS} blocks whole, DDP's weights up to"
+    log(f"FSDP2: {share:.0%} of the bytes, {at_once:.0%} of the weights whole at once, DDP's up to"
         " rounding")
 
 
@@ -202,22 +244,56 @@ def train_ddp(model, optimizer, batches):
     return list(averaged.parameters())
 
 
-def blocks_whole(model, inputs, targets):
-    """Return which blocks are whole in the middle of each block, in forward and backward."""
-    seen = []
+def most_gathered(model, inputs, targets):
+    """Return the most bytes of whole weights in a step, those in use and those fetched early."""
+    results, most = [], 0
 
-    def look(*_):  # the weights of a block in shards are DTensors, those of a whole one are not
-        seen.append("".join(str(i) for i, block in enumerate(model.children())
-                            if not isinstance(next(block.parameters()), DTensor)))
+    def look(*_):
+        nonlocal most
+        waiting = [tensor for result in results if (tensor := result()) is not None]
+        # The weights of a block in shards are DTensors, those of a whole one are not.
+        whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        most = max(most, sum(t.untyped_storage().nbytes() for t in waiting + whole))
 
-    def look_in_both(layer, inputs, output):
-        look()
-        output.register_hook(look)  # called in backward
+    class Gather:  # what fully_shard() calls to gather; this one takes note of the results
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
 
-    for block in model.children():
-        block[1].register_forward_hook(look_in_both)
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            results.append(weakref.ref(output_tensor))
+            look()
+            whole = torch.empty_like(output_tensor)  # not counted. Gloo's thread lets go of it late
+            dist.all_gather_into_tensor(whole, input_tensor.clone(), group)
+            output_tensor.copy_(whole)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Gather())
+    for block in model.blocks:
+        block.up.register_forward_hook(look)
     mse_loss(model(inputs), targets).backward()
-    return seen
+    return most
+
+
+def check_forwards(model, ddp, batches, every_row):
+    """Outside of training: ranks with different numbers of batches, and a method of one's own."""
+    inputs = batches[0][0]
+    with torch.no_grad():
+        try:
+            Stack.score(model, inputs)  # without what register_fsdp_forward_method() puts around it
+            outcome = "works"
+        except RuntimeError as error:
+            outcome = str(error).partition(",")[0].partition("default ")[2]
+        off = (model.score(inputs) - ddp.score(inputs)).abs().max().item()
+        for block in model.blocks:
+            block.factor += dist.get_rank()  # as statistics of BatchNorm: other ones on each rank
+        loss = validation_loss(model, batches)
+        expected = mse_loss(ddp(every_row[0]), every_row[1]).item()
+    log("validation_loss(): 2 batches on rank 0, 1 on each other;"
+        f" {loss:.5f}, DDP's {expected:.5f}")
+    log(f"score(): {outcome}; registered, off by {off:.1e}")
+    if not (abs(loss - expected) < 1e-5 and off < 1e-3 and outcome.startswith("got mixed")):
+        raise RuntimeError("a forward outside of training does not do what this file says")
 
 
 def check_saved(state, shards, ddp):
@@ -241,8 +317,9 @@ def check_saved(state, shards, ddp):
 def check_start(device, mesh, batches, ddp):
     """It gives the weights of one process, bit for bit, and trains like any other model."""
     model, most = start_in_shards(device, mesh)
-    whole = flat(new_model())
-    if not torch.equal(flat(model), whole):
+    single, whole = new_model(), flat(new_model())
+    buffers = torch.stack([*model.buffers()]).cpu(), torch.stack([*single.buffers()])
+    if not (torch.equal(flat(model), whole) and torch.equal(*buffers)):
         raise RuntimeError("start_in_shards() does not give the weights of one process")
     train(model, new_optimizer(model), batches)
     off = off_by(model, ddp)
@@ -279,13 +356,43 @@ def flat(weights):
     return torch.cat([t.detach().flatten() for t in whole]).cpu()
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        # Not in the state_dict(). In your model, the table of a rotary embedding, say.
+        self.register_buffer("factor", torch.tensor(0.5), persistent=False)
+
+    def forward(self, inputs):
+        return inputs + self.factor * self.down(relu(self.up(inputs)))
+
+
+class Stack(nn.Module):
+    """Your model."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Layer() for _ in range(BLOCKS)), new_head()
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+    def score(self, inputs):
+        """A method other than forward()."""
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs).square().sum(dim=1)
+
+
+def new_head():
+    return nn.Linear(WIDTH, WIDTH)
+
+
 def new_model():
     torch.manual_seed(1)
-    return nn.Sequential(*[new_block() for _ in range(BLOCKS)])
-
-
-def new_block():
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+    return Stack()
 
 
 def new_optimizer(model):
@@ -303,7 +410,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -9,6 +9,7 @@
 An IterableDataset yields samples one after the other, from a file or a queue, and has no index. So
 DistributedSampler cannot split it over the ranks (processes), and DataLoader does not split it over
 its workers: each worker of each rank iterates over a copy of the dataset, from the first sample on.
+Give rank and world_size to your dataset when you make it: in a worker, dist does not know them.
 
     torchrun --standalone --nproc-per-node=2 recipes/stream.py
 
@@ -76,12 +77,16 @@ class SplitByRankAndWorker(Stream):
         return itertools.islice(self.samples(), start, None, step)
 
 
-def all_have(batches, device):
-    """Yield batches until one rank has none left. All ranks must iterate over it."""
+def all_have(batches):
+    """Yield batches until one rank has none left. All ranks must iterate over it.
+
+    The tensor is on the CPU, so that .item() does not wait for the work of a GPU, in every step.
+    With GPUs, that takes init_process_group("cpu:gloo,cuda:nccl"): Gloo for tensors on the CPU.
+    """
     iterator = iter(batches)
     while True:
         batch = next(iterator, None)
-        have = torch.tensor(float(batch is not None), device=device)
+        have = torch.tensor(float(batch is not None))
         dist.all_reduce(have, op=dist.ReduceOp.MIN)  # 0 as soon as one rank says 0
         if have.item() == 0:
             return
@@ -91,8 +96,10 @@ def all_have(batches, device):
 def main():
     parse_args()
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
+    if backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # not run here: one backend for each kind of tensor
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if backend == "nccl" else None)
+                            device_id=device if device.type == "cuda" else None)
     deliver()
     end_together(device)
     dist.destroy_process_group()
@@ -117,7 +124,7 @@ def end_together(device):
     if rank > 0:
         del batches[len(batches) // 2 :]
     steps = 0
-    for _ in all_have(batches, device):
+    for _ in all_have(batches):
         dist.all_reduce(torch.ones(1, device=device))  # your step: DDP waits in backward(), too
         steps += 1
     have, took = gathered(len(batches)), gathered(steps)
@@ -145,7 +152,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

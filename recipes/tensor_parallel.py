@@ -8,33 +8,45 @@
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
 
-A mesh is a table of ranks (processes). Along "tp", the ranks of a group each hold a part of every
-matrix, as a DTensor. They compute each layer together, from the same rows of data: tensor
-parallelism. Along "dp", the groups take different rows, and fully_shard (FSDP2) spreads the weights
-over the groups. Start from the same weights on all ranks. Try shard_with_fsdp2.py first: this here
-is for a block that is too large for it, or a batch that cannot be divided further.
+A mesh is a table of ranks (processes), here with two in each row: start an even number. Along
+"tp", the ranks of a group each hold a part of every matrix, as a DTensor. They compute each layer
+together, from the same rows of data: tensor parallelism. Along "dp", the groups take different
+rows, and fully_shard (FSDP2) spreads the weights over the groups. Start from the same weights on
+all ranks. Try shard_with_fsdp2.py first: this here is for a block that is too large for it, or a
+batch that cannot be divided further.
 
     torchrun --standalone --nproc-per-node=4 recipes/tensor_parallel.py
 
-    [rank 0/4] 1 x 4, 16648 of 66208 weights on a rank: gradient off by 2.0e-07, weights by 2.3e-06
+    [rank 0/4] 1 x 4, 16648 of 66208 weights on a rank: gradient off by 1.8e-07, weights by 3.4e-06
     [rank 0/4] 1 x 4, different rows on each rank: gradient off by 1.0e+00, no error
+    [rank 0/4] 1 x 4, dropout seeded by rank: a group's outputs differ by 0.97, by dp rank: by 0.00
     [rank 0/4] 1 x 4, layer outside the plan, clip_grad_norm_: "got mixed torch.Tensor and DTensor"
-    [rank 0/4] 1 x 4, layer outside the plan, clip_by_mesh: gradient off by 1.7e-07
-    [rank 0/4] 2 x 2, 16584 of 66208 weights on a rank: gradient off by 2.4e-07, weights by 6.3e-07
+    [rank 0/4] 1 x 4, layer outside the plan, clip_by_mesh: gradient off by 1.5e-07
+    [rank 0/4] 2 x 2, 16584 of 66208 weights on a rank: gradient off by 2.3e-07, weights by 1.6e-06
     [rank 0/4] 2 x 2, different rows on each rank: gradient off by 7.7e-01, no error
+    [rank 0/4] 2 x 2, dropout seeded by rank: a group's outputs differ by 0.93, by dp rank: by 0.00
     [rank 0/4] 2 x 2, layer outside the plan, clip_grad_norm_: "must have the same mesh"
-    [rank 0/4] 2 x 2, layer outside the plan, clip_by_mesh: gradient off by 2.4e-07
+    [rank 0/4] 2 x 2, layer outside the plan, clip_by_mesh: gradient off by 2.3e-07
+    [rank 0/4] 2 x 2, DDP around split layers: 0 of 10 tensors get a gradient, parameters() has 0
     [rank 0/4] DDP              529664 bytes in a step with 120 rows,  529664 with 480
     [rank 0/4] FSDP2            777856 bytes in a step with 120 rows,  777856 with 480
     [rank 0/4] tensor parallel  276480 bytes in a step with 120 rows, 1105920 with 480
     [rank 0/4] 4 ranks train like one process; only the bytes of tensor parallel grow with the batch
 
 1 x 4 is one group of four ranks, 2 x 2 is two groups of two. "Off by" compares with one process.
-All ranks of a group need the same rows. DistributedSampler gives each rank different ones, unless
-you pass it num_replicas and rank: no error, a wrong gradient. A layer outside the plan trains, but
-its gradient is a plain tensor, or is on another mesh. clip_grad_norm_ then fails. Give the layer a
-place in the plan, or, if it cannot be split (a LayerNorm, say), clip with clip_by_mesh below. To
-train several groups, use fully_shard, and not DDP, which cannot wrap split layers.
+All ranks of a group need the same rows: where DDP counts by rank, count by the place along "dp",
+mesh["dp"].get_local_rank(), of mesh["dp"].size(). DistributedSampler counts by rank, unless you
+pass it num_replicas and rank: no error, a wrong gradient. Seed dropout alike, too: the ranks of a
+group must drop the same units of what they all hold. Between "up" and "down", each rank holds other
+hidden units, and equal masks mean less variety: draw those from a torch.Generator() of their own,
+seeded with seed_of_group(mesh, step) * mesh["tp"].size() + mesh["tp"].get_local_rank().
+
+A layer outside the plan trains, but its gradient is a plain tensor, or is on another mesh.
+clip_grad_norm_ then fails. Give the layer a place in the plan, or, if it cannot be split (a
+LayerNorm, say), clip with clip_by_mesh below. To train several groups, use fully_shard. DDP can
+wrap split layers, as DDP(model, device_mesh=mesh["dp"]), but an optimizer made before trains
+nothing: its parameters never get a gradient. After the first forward pass parameters() and
+state_dict() are empty: clipping does nothing, a save is empty. None of this raises an error.
 
 The bytes are the whole tensors of the exchanges that a rank takes part in. An all-reduce counts
 twice, since it is a reduce-scatter and an all-gather. DDP exchanges gradients, and FSDP2 weights,
@@ -69,18 +81,19 @@ from torch.utils._pytree import tree_leaves  # private, too
 # "a and b must have same reduction dim". All groups must take equally many rows: their gradients
 # are averaged.
 WIDTH, HIDDEN, ROWS = 64, 240, 120
-STEPS, MAX_NORM = 10, 0.1
+SEED, STEPS, MAX_NORM = 0, 10, 0.1
 
 
 class FeedForward(nn.Module):
     """Stands for your own block: two matrices and an activation, as in a transformer."""
 
-    def __init__(self):
+    def __init__(self, dropout):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        return x + self.down(gelu(self.up(x)))
+        return x + self.dropout(self.down(gelu(self.up(x))))
 
 
 BLOCKS = {  # names in the model, with * for any: how the layer is split
@@ -119,6 +132,16 @@ def share_of_group(rows, mesh):
 def share_of_rank(rows, mesh):
     """Wrong: each rank takes rows of its own, as with DDP (and DistributedSampler(data))."""
     return rows[dist.get_rank()::dist.get_world_size()]
+
+
+def seed_of_group(mesh, step):
+    """The right seed for dropout of what a tp group holds alike: all its ranks drop the same."""
+    return SEED + step * mesh["dp"].size() + mesh["dp"].get_local_rank()
+
+
+def seed_of_rank(mesh, step):
+    """Wrong: each rank drops units of its own, and what should be copies differs."""
+    return SEED + step * dist.get_world_size() + dist.get_rank()
 
 
 def clip_by_mesh(parameters, max_norm):
@@ -181,6 +204,12 @@ def compare_on(mesh, name, expected, device):
     if wrong < 0.1:
         raise RuntimeError("different rows on each rank do no harm")
 
+    wrong, right = (spread_of_outputs(mesh, seed, device) for seed in (seed_of_rank, seed_of_group))
+    log(f"{name} dropout seeded by rank: a group's outputs differ by {wrong:.2f}, by dp rank: by"
+        f" {right:.2f}")
+    if not (wrong > 0.1 and right == 0):
+        raise RuntimeError(f"the outputs of a tp group differ by {wrong} and {right}")
+
     model = parallelize(new_model(device), mesh, BLOCKS)
     message = ("got mixed torch.Tensor and DTensor" if mesh["dp"].size() == 1
                else "must have the same mesh")
@@ -193,6 +222,17 @@ def compare_on(mesh, name, expected, device):
     log(f"{name} layer outside the plan, clip_by_mesh: gradient off by {mended:.1e}")
     if mended > 1e-5:
         raise RuntimeError("clip_by_mesh does not clip like clip_grad_norm_")
+
+    if mesh["dp"].size() > 1:
+        model = parallelize_module(new_model(device), mesh["tp"], PLAN)
+        before = list(model.parameters())  # what an optimizer made here would train
+        model = DDP(model, device_mesh=mesh["dp"])
+        model(torch.ones(1, WIDTH, device=device)).sum().backward()
+        trained, after = sum(p.grad is not None for p in before), len(list(model.parameters()))
+        log(f"{name} DDP around split layers: {trained} of {len(before)} tensors get a gradient,"
+            f" parameters() has {after}")
+        if trained or after:
+            raise RuntimeError("DDP keeps the parameters of split layers")
 
 
 def train(model, device, mesh=None, share=share_of_group, clip=clip_grad_norm_, steps=1):
@@ -210,6 +250,17 @@ def train(model, device, mesh=None, share=share_of_group, clip=clip_grad_norm_, 
             gradient = torch.cat([full(p.grad).flatten() for p in model.parameters()])
         optimizer.step()
     return gradient, torch.cat([full(p.detach()).flatten() for p in model.parameters()])
+
+
+def spread_of_outputs(mesh, seed, device):
+    """By how much the outputs of this rank's tp group differ, for the same rows, with dropout."""
+    model = parallelize(new_model(device, dropout=0.5), mesh)
+    torch.manual_seed(seed(mesh, step=1))
+    most = model(torch.ones(ROWS, WIDTH, device=device)).detach()
+    least, group = most.clone(), mesh["tp"].get_group()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return (most - least).max().item()
 
 
 def full(tensor):
@@ -280,9 +331,9 @@ def count(device, world_size):
         " the batch")
 
 
-def new_model(device):
+def new_model(device, dropout=0.0):
     torch.manual_seed(0)  # FSDP2 takes each rank's own weights as they are: make the same ones
-    blocks = nn.Sequential(FeedForward(), FeedForward())
+    blocks = nn.Sequential(FeedForward(dropout), FeedForward(dropout))
     return nn.Sequential(OrderedDict(first=nn.Linear(WIDTH, WIDTH), blocks=blocks)).to(device)
 
 
@@ -297,7 +348,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

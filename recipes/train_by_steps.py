@@ -1,17 +1,20 @@
 """How do I write a training script that survives being killed at any step?
 
-    for step in range(load_snapshot(path, model, optimizer, scheduler) + 1, total_steps + 1):
+    for step in range(load_snapshot(path, batch_size, model, optimizer, scheduler) + 1, steps + 1):
         torch.manual_seed(SEED + step * world_size + rank)  # dropout: other masks in every step
         share = draw(step, batch_size, len(windows))[rank::world_size]  # of this step's examples
         ...  # forward, backward, optimizer.step(), scheduler.step(): see add_up_gradients
-        if step % save_every == 0 and rank == 0:
-            save(snapshot, path)  # model, optimizer, scheduler, step; never half a file
+        if rank == 0 and (step % save_every == 0 or step == steps):
+            save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+                  "scheduler": scheduler.state_dict(), "batch_size": batch_size}, path)
 
 Start your own script from this one. A small GPT learns to predict the next character of a text.
 torchrun starts the ranks (processes; on GPUs: --nproc-per-node=gpu, one for each). After one has
-died, it starts all of them again, at most --max-restarts times. All that is random follows from the
-number of the step. So a run that goes on from its snapshot ends as if it had never been killed. On
-a CPU, with the same number of ranks, its weights are the same bit for bit.
+died, it starts all of them again, at most --max-restarts times. If you stop torchrun by SIGTERM,
+the ranks save after the step that they are in, and leave. During a validation, they have saved
+already. All that is random follows from the number of the step. So a run that goes on from its
+snapshot ends as if it had never been killed. On a CPU, with the same number of ranks, its weights
+are the same bit for bit.
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
@@ -21,7 +24,7 @@ a CPU, with the same number of ranks, its weights are the same bit for bit.
     [rank 0/2] step   20/60 | loss 2.9560 | rate 9.30e-03 | norm  0.40 |   18204 tokens/s
     [rank 0/2] step   20/60 | validation loss 3.0814 | saved in train_by_steps.pt
     ...
-    [rank 0/2] 2 replicas are identical, sha256 6236d430449d
+    [rank 0/2] 2 replicas are identical, sha256 a544c13086bd
 
 Your figures will differ: each version of Python has another help text (this is that of 3.11.7), and
 CPUs round differently. But delete train_by_steps.pt, and let one rank kill itself in step 30: your
@@ -33,11 +36,12 @@ second run ends with the sha256 of your first.
 Replace what is marked "your": the data, the model, the loss. Keep the rest. In a script that loads
 its weights again and no more, AdamW forgets its moments, and the learning rate warms up again.
 Dropout draws other masks, and examples come twice or never. A kill in the middle of a save leaves
-half a file. Restarted ranks wait for dead ones.
+half a file. Restarted ranks wait for dead ones. One inf in a gradient makes all weights nan.
 """
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import functools
 import gc
@@ -62,8 +66,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SEED = 0
-TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other, also while rank 0 saves
+TIMEOUT = timedelta(minutes=10)  # how long ranks wait: also while one of them saves or compiles
 REPORT_EVERY = 10  # steps
+MOST_SKIPPED = 5  # steps in a row whose gradient is inf or nan
 
 # Your settings. These take some seconds on a CPU.
 CONTEXT = 32  # the model sees windows of so many characters
@@ -95,12 +100,14 @@ def main():
         backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT,
         device_id=device if backend == "nccl" else None)  # NCCL wants to know its GPU
 
-    train(device, args)  # steps 3, 4 and 5
+    finished = train(device, args)  # steps 3, 4 and 5
 
     # Step 6: leave. First free what train has left: otherwise Python may abort as it exits. Not in
     # a "finally": after an error on one rank, NCCL would hang here.
     gc.collect()
     dist.destroy_process_group()
+    if not finished:  # torchrun must see that the job ended early
+        sys.exit(128 + signal.SIGTERM)  # the status of a process that was ended by SIGTERM
 
 
 def train(device, args):
@@ -125,7 +132,7 @@ def train(device, args):
         optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps))
 
     # Go on from the snapshot. All ranks read it: DDP copies weights, but no optimizer's state.
-    steps_done = load_snapshot(args.snapshot_path, model, optimizer, scheduler)
+    steps_done = load_snapshot(args.snapshot_path, args.batch_size, model, optimizer, scheduler)
     if steps_done > 0:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} after step {steps_done}")
 
@@ -134,21 +141,37 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)
     settle_reduction_order(model, validation[:1].to(device), args)
 
+    # SIGTERM asks this process to leave: torchrun sends it when you stop it, or when a rank failed,
+    # and kills 30 s later. An epoch could take longer, so the ranks agree on it in every step: over
+    # the CPU (Gloo), beside the work of the GPU. (Python has one signal.set_wakeup_fd(), which this
+    # uses: do not use recipes/who_is_missing.py, too. The later one disables the other.)
+    asked_to_leave = leave_on_sigterm()
+    flags = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
-    clock, steps_reported = time.perf_counter(), steps_done
+    skipped, clock, steps_reported = 0, time.perf_counter(), steps_done
     for step in range(steps_done + 1, args.total_steps + 1):
         if step == args.crash_step and attempt == 0 and rank == world_size - 1:
             crash(step)
 
-        # The seed of the dropout: no other step or rank has the same. (SEED + step + rank would
-        # give rank 1 the masks that rank 0 has in the next step.)
+        # The seed of the dropout: on one number of ranks, no other step or rank has the same.
+        # (SEED + step + rank would give rank 1 the masks that rank 0 has in the next step.)
         torch.manual_seed(SEED + step * world_size + rank)
         share = draw(step, args.batch_size, len(windows))[rank::world_size]
+        buffers = [buffer.clone() for buffer in model.buffers()]
         loss = add_up_gradients(model, windows, share, args)
         # From here on, every rank has the same gradients, so the same norm: it takes the same step.
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         rate = optimizer.param_groups[0]["lr"]
-        optimizer.step()
+        # An inf or nan on one rank is in the mean of all, and would spoil the weights for good.
+        skipped = 0 if norm.isfinite() else skipped + 1  # (this waits for the GPU)
+        if skipped == 0:
+            optimizer.step()
+        elif skipped == MOST_SKIPPED:
+            raise RuntimeError(f"inf or nan in the gradient of {skipped} steps, up to step {step}")
+        else:  # the forward pass has put the inf into BatchNorm's running mean, too
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
         scheduler.step()
         optimizer.zero_grad()
 
@@ -161,28 +184,41 @@ def train(device, args):
                 f" | norm {norm.item():5.2f} | {speed:7.0f} tokens/s")
             clock, steps_reported = time.perf_counter(), step
 
-        if step % args.save_every == 0 or step == args.total_steps:
-            validation_loss = validate(model, validation, device, args)
-            if not math.isfinite(validation_loss):  # nan must not replace a good snapshot
-                raise RuntimeError(f"the validation loss is {validation_loss} after step {step}")
+        leaving = step < args.total_steps and any_rank(asked_to_leave.is_set(), flags)
+        if step % args.save_every == 0 or step == args.total_steps or leaving:
+            # An inf or nan must not replace a good snapshot.
+            if any_rank(rank == 0 and not is_finite(model.module), flags):
+                raise RuntimeError(f"inf or nan in the weights or buffers after step {step}")
             # Rank 0 alone writes a new file, then moves it over the old one: a crash meanwhile
             # leaves the old one intact. No random state is saved: it follows from the step.
-            # (To keep the best model, too, save it before the snapshot, which then holds its loss.
-            # If a kill comes in between, the repeated steps save the same model again.)
+            # (An average of the weights belongs here, too: averaged.state_dict().)
             if rank == 0:
                 save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
-                      "scheduler": scheduler.state_dict(), "step": step}, args.snapshot_path)
-            log(f"step {step:4d}/{args.total_steps} | validation loss {validation_loss:.4f}"
-                f" | saved in {args.snapshot_path}")
+                      "scheduler": scheduler.state_dict(), "step": step,
+                      "batch_size": args.batch_size}, args.snapshot_path)
+            note = ""
+            if not leaving:
+                # After the save: it could take longer than SIGTERM leaves. A validation that was
+                # killed does not come again. (To keep the best model, too: save it here, with its
+                # loss, in a file of its own.)
+                note = f" | validation loss {validate(model, validation, device, args):.4f}"
+            log(f"step {step:4d}/{args.total_steps}{note} | saved in {args.snapshot_path}")
             clock, steps_reported = time.perf_counter(), step
+
+        if leaving:
+            who = "this rank was" if asked_to_leave.is_set() else "another rank was"
+            log(f"{who} asked to leave (SIGTERM): end after step {step}", every_rank=True)
+            dist.barrier()  # once one has left, torchrun ends the others: rank 0 must have saved
+            return False
 
     # The snapshot may have all steps already.
     if steps_done >= args.total_steps:
         log("nothing left to train: ask for more steps, or delete the snapshot")
     check_replicas(model)
+    return True
 
 
-def load_snapshot(path, model, optimizer, scheduler):
+def load_snapshot(path, batch_size, model, optimizer, scheduler):
     """Load the snapshot at path; return the number of its step, which is 0 without one."""
     if not os.path.exists(path):
         return 0
@@ -196,6 +232,9 @@ def load_snapshot(path, model, optimizer, scheduler):
         model.load_state_dict(snapshot["model"])
         optimizer.load_state_dict(snapshot["optimizer"])  # otherwise AdamW has lost its moments
         scheduler.load_state_dict(snapshot["scheduler"])  # otherwise the warm-up begins again
+        if snapshot["batch_size"] != batch_size:  # the epoch's slices would be others
+            stop(f"{path} needs --batch-size {snapshot['batch_size']}, as before: with"
+                 f" {batch_size}, examples would come twice or never", status=1)
         return snapshot["step"]
     except Exception as error:  # a damaged file can raise almost any exception
         reason = str(error).strip().partition("\n")[0]
@@ -213,12 +252,19 @@ def settle_reduction_order(model, batch, args):
     model.zero_grad()  # nor leave gradients
 
 
+def is_finite(model):
+    """Return whether all weights and buffers are finite."""
+    return all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
 def draw(step, batch_size, count):
     """Return the indices of the examples in a step's batch, for all ranks together."""
     # An epoch is a shuffle of all count examples; each step takes the next slice of it. (The rest,
     # less than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
     # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
-    # If you load data in worker processes: GlobalBatches in recipes/resume_mid_epoch.py.
+    # If you load data in worker processes: GlobalBatches in recipes/resume_mid_epoch.py, and
+    # DataLoader(..., worker_init_fn=ignore_sigterm, multiprocessing_context="fork"), as Python 3.14
+    # would start them by another process, which SIGTERM ends.
     epoch, place = divmod(step - 1, count // batch_size)
     return shuffled(epoch, count)[place * batch_size : (place + 1) * batch_size]
 
@@ -250,13 +296,21 @@ def add_up_gradients(model, windows, share, args):
     return total
 
 
+def any_rank(condition, group):
+    """Return True on every rank if condition is true on any of them. All ranks must call it."""
+    flag = torch.tensor(float(condition))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return flag.item() > 0
+
+
 @torch.inference_mode()
 def validate(model, validation, device, args):
     """Return the mean loss on the validation set. Every window counts once over all ranks."""
     # The shares may differ by one, so no rank may wait for another: model.module is the model
     # without DDP.
     # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
-    # windows. Validate with rank 0's, which are saved.
+    # windows. Validate with rank 0's, which are saved. (If you validate an average of the weights,
+    # do this for both models, or check_replicas fails: recipes/weights_to_serve.py.)
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -270,8 +324,10 @@ def validate(model, validation, device, args):
 
 def check_replicas(model):
     """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
-    state = b"".join(t.cpu().numpy().tobytes() for t in model.module.state_dict().values())
-    digest = hashlib.sha256(state).hexdigest()[:12]
+    sha256 = hashlib.sha256()
+    for tensor in model.module.state_dict().values():
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
+    digest = sha256.hexdigest()[:12]
     digests = gathered(digest)
     if set(digests) != {digest}:
         raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
@@ -366,6 +422,35 @@ def save(state, path):
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", status=1)
 
 
+def leave_on_sigterm():
+    """Return an Event that SIGTERM sets. If the process waits for a dead rank just then, end it."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    # Python runs that line only between two of its instructions: not while a collective waits for
+    # a rank that is gone. The byte that the signal leaves in this pipe comes at once.
+    # After 30 s, torchrun kills. Until then, the wait may be one for a slow save.
+    patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 10
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch():
+        while signal.SIGTERM not in os.read(reader, 1):
+            pass
+        if not asked.wait(patience):
+            os._exit(128 + signal.SIGTERM)
+
+    # A forked process has this pipe, too: to end it by terminate() would end this one.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    threading.Thread(target=watch, daemon=True).start()
+    return asked
+
+
+def ignore_sigterm(worker):
+    """What a loader's worker calls first. Otherwise torchrun ends it, and its end ends the rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def exit_with_launcher():
     """End this process when torchrun is gone."""
     def watch(launcher):
@@ -384,7 +469,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 
@@ -413,17 +497,22 @@ def lock(path):
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
     except OSError as error:
-        stop(f"cannot write {path} ({error.strerror}): choose another path")
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            stop(f"cannot write {path} ({error.strerror}): choose another path")
+        print(f"note: {path} is on a disk without locks: start no second job with it\n", end="",
+              flush=True)
 
 
 def roll_call(store, rank, world_size):
     """Return when all ranks have come; stop if that takes too long, and name the missing ones."""
-    names = [f"rank {r}" for r in range(world_size)]
-    store.set(names[rank], "here")
-    try:
-        store.wait(names)  # raises an error after the timeout of the store
-    except dist.DistStoreError:
-        missing = [name for name in names if not store.check([name])]
+    store.set(f"rank {rank}", "here")
+    missing, deadline = [], time.monotonic() + store.timeout.total_seconds()
+    for number in range(world_size):
+        try:  # (check() would ask without a limit, and the store may be gone, too)
+            store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            missing.append(f"rank {number}")
+    if missing:
         stop(f"{', '.join(missing)} did not come within {store.timeout.total_seconds():g} s: look"
              " for an error above, or for a process that hangs", status=1)
 

@@ -1,12 +1,12 @@
 """My job hangs until its timeout: which rank is missing, and in which line?
 
+    save_record_at_sigterm(folder)  # in the main thread. A folder that all ranks can reach
     try:
         train()
     finally:
-        save_record(folder)  # each rank (process) writes its own file; all can reach the folder
+        save_record(folder)  # of this rank (process), before destroy_process_group()
     # After the job, in any Python:
-    records = load_records(folder, world_size)
-    print("\n".join(describe(*first_difference(records))))
+    print("\n".join(describe(*first_difference(load_records(folder, world_size)))))
 
 This is for Gloo (CPUs); for NCCL, see the end. The ranks wait for each other in collective calls
 (all_reduce, broadcast, ...). The error of a timeout does not say which rank is missing, nor where
@@ -16,35 +16,42 @@ first call that differs between the ranks shows where to look.
     torchrun --standalone --nproc-per-node=2 recipes/who_is_missing.py
 
     [rank 0/2] validate_on_rank_0: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce [[7]] in validate (who_is_missing.py, line 165)
-    [rank 0/2]   rank 1 called broadcast [[9]] in validate_on_rank_0 (who_is_missing.py, line 147)
+    [rank 0/2]   rank 0 called all_reduce Float[7] in validate (who_is_missing.py:219)
+    [rank 0/2]   rank 1 called broadcast Float[9] in validate_on_rank_0 (who_is_missing.py:201)
     [rank 0/2] the error says only: Timed out waiting 1000ms for recv operation to complete
     [rank 0/2] stuck_in_loader: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce [[4]] in average_gradients (who_is_missing.py, line 161)
+    [rank 0/2]   rank 0 called all_reduce Float[4] in average_gradients (who_is_missing.py:215)
     [rank 0/2]   rank 1 made 3 calls, and no call 4
     [rank 0/2] both faults found: the rank, and the line of each call that was made
 
-[[7]] are the sizes of a call's tensors. Do not gather the records by a collective call: the group
-is broken. When one rank has failed, torchrun ends the others by SIGTERM, and Python skips
-"finally". So start with signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)). A rank that hangs
-outside torch for good writes no file: "wrote no record". To see its line, call Python's
-faulthandler.dump_traceback_later(600) before each step. Gloo's record lacks dist.send and recv.
+Float[7] is a tensor's type and size. Do not gather the records by a collective call: the group is
+broken. When one rank has failed, torchrun ends the others by SIGTERM. Python then skips "finally",
+and runs no handler of signal.signal() as long as the rank waits in a call: hence
+save_record_at_sigterm(). It also prints the line in which the rank is. Gloo's record lacks
+dist.send and dist.recv. With torch 2.10 and Gloo, there is no record.
 
 TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it makes the ranks compare
 each call, and with Gloo it crashes DistributedDataParallel (DDP) on CPUs (torch 2.11 and 2.15).
 
 With NCCL, torch itself writes the records at a timeout (documented, not run here). Set for all
 ranks TORCH_FR_DUMP_TEMP_FILE=/shared/fr_; "torchfrtrace /shared -p fr_" compares them. That tool
-does not read Gloo's (KeyError).
+does not read Gloo's (KeyError). To see the stacks and records of all ranks in a browser while a job
+hangs, there is torch.distributed.debug.start_debug_server() (experimental, not run here).
 """
 
 import argparse
+import faulthandler
 import linecache
 import os
 import pickle
+import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -62,11 +69,47 @@ def save_record(folder):
     The default is the last 2000 calls; the environment variable TORCH_FR_BUFFER_SIZE sets another
     number before the first group is made, and 0 switches the recorder off.
     """
+    os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"rank{dist.get_rank()}")
-    with open(f"{path}.part", "wb") as file:
-        # Of Gloo's groups. For those of NCCL: _dump_nccl_trace() (not run).
+    part = f"{path}.{threading.get_native_id()}"  # two threads may save at once
+    with open(part, "wb") as file:
+        # Of Gloo's groups. For NCCL's in torch 2.15: _dump_fr_trace(backend="nccl2") (not run).
         file.write(_distributed_c10d._dump_fr_trace())
-    os.replace(f"{path}.part", path)  # whoever sees the file sees all of it
+    os.replace(part, path)  # whoever sees the file sees all of it
+
+
+def save_record_at_sigterm(folder):
+    """From now on, let SIGTERM write this rank's record, and then end it.
+
+    A handler of signal.signal() would wait until the main thread is back in Python. set_wakeup_fd()
+    tells a thread at once. (To block the signal, for sigwait() in a thread, is not enough: threads
+    that numpy has started do not block it, and the process can die.) A process has one wakeup fd.
+    If other code sets it, too, as train_by_steps.py does, the later call disables the earlier one.
+    """
+    here, there = socket.socketpair()
+    there.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # otherwise the signal ends the process
+    signal.set_wakeup_fd(there.fileno())
+
+    def wait():
+        while here.recv(1)[0] != signal.SIGTERM:  # other signals come here, too
+            pass
+        try:
+            faulthandler.dump_traceback()  # all threads, to stderr: the line that the rank is in
+            if dist.is_initialized():
+                save_record(folder)
+        except Exception:
+            traceback.print_exc()  # a full disk, say
+        finally:  # otherwise the rank would live on
+            os._exit(128 + signal.SIGTERM)
+
+    def in_fork():  # otherwise a child's signals would come here
+        there.close()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=in_fork)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def load_records(folder, world_size, patience=10):
@@ -85,13 +128,22 @@ def load_records(folder, world_size, patience=10):
     return records
 
 
+@dataclass
+class Call:
+    """What a rank did where the ranks differ."""
+
+    kind: str = ""  # all_reduce, say; "" if the rank did not get so far
+    sizes: str = ""  # with the type in front: Float[4]
+    frame: dict | None = None  # the innermost line that is not torch's
+    made: int | None = None  # how many calls a rank made that did not get so far
+
+
 def first_difference(records, group="default_pg"):
     """Find the first call that is not the same on all ranks of a process group.
 
     records: as load_records() returns them. group: the group_desc that new_group() got.
-    Return (number of the call, {rank: call}), with number None if all made the same calls. A call
-    is (kind, sizes, frame), an int for a rank that made only so many calls, or None without record.
-    All ranks must be in the group.
+    Return (number of the call, {rank: Call, or None without a record}), with number None if all
+    made the same calls. All ranks must be in the group.
     """
     made = {}  # {rank: {number of the call: call}}
     for rank, record in enumerate(records):
@@ -104,20 +156,23 @@ def first_difference(records, group="default_pg"):
                            " (NCCL has records of its own.)")
     first = max(min(calls, default=1) for calls in made.values())  # older ones can be gone
     for number in range(first, numbers[-1] + 1):
-        calls = {rank: calls.get(number, max(calls, default=0)) for rank, calls in made.items()}
+        calls = {rank: calls.get(number, Call(made=max(calls, default=0)))
+                 for rank, calls in made.items()}
         # The frames may differ: ranks often make one call from an if and from its else.
-        if len({call if isinstance(call, int) else call[:2] for call in calls.values()}) > 1:
+        if len({(call.kind, call.sizes) for call in calls.values()}) > 1:
             return number, {rank: calls.get(rank) for rank in range(len(records))}
     return None, {rank: None for rank in range(len(records)) if rank not in made}
 
 
 def call_of(entry):
-    """Return (kind, sizes, frame): what was called, and the innermost line that is not torch's."""
     kind = entry["profiling_name"].partition(":")[2]  # "gloo:all_reduce"
     # In these two, the ranks pass tensors of different sizes.
-    sizes = "" if kind.startswith(("scatter", "all_to_all")) else str(entry["input_sizes"])
+    sizes = ""
+    if not kind.startswith(("scatter", "all_to_all")):
+        tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+        sizes = " ".join(f"{dtype}{size}" for dtype, size in tensors)
     frames = [frame for frame in entry["frames"] if not frame["filename"].startswith(TORCH)]
-    return kind, sizes, frames[0] if frames else None
+    return Call(kind, sizes, frames[0] if frames else None)
 
 
 def describe(number, calls):
@@ -126,15 +181,14 @@ def describe(number, calls):
     for rank, call in calls.items():
         if call is None:
             lines.append(f"rank {rank} wrote no record: it is dead, or busy outside torch")
-        elif isinstance(call, int):
-            lines.append(f"rank {rank} made {call} calls, and no call {number}")
+        elif not call.kind:
+            lines.append(f"rank {rank} made {call.made} calls, and no call {number}")
         else:
-            kind, sizes, frame = call
             where = "no Python function"  # with GPUs, a thread of torch's own runs backward()
-            if frame:
+            if frame := call.frame:
                 file = os.path.basename(frame["filename"])
-                where = f"{frame['name']} ({file}, line {frame['line']})"
-            lines.append(f"rank {rank} called {kind} {sizes} in {where}")
+                where = f"{frame['name']} ({file}:{frame['line']})"
+            lines.append(f"rank {rank} called {call.kind} {call.sizes} in {where}")
     return lines
 
 
@@ -186,7 +240,7 @@ def show_both(folder):
 
     error, number, calls = hang(stuck_in_loader, folder)
     *others, last = [calls.get(rank) for rank in range(dist.get_world_size())]
-    if (number, last) != (4, 3) or not all(
+    if number != 4 or not last or (last.kind, last.made) != ("", 3) or not all(
             is_call(call, "all_reduce", "average_gradients") for call in others):
         raise RuntimeError(f"the rank that is missing is not found: {number}, {calls}")
     log("both faults found: the rank, and the line of each call that was made")
@@ -194,11 +248,10 @@ def show_both(folder):
 
 def is_call(call, kind, function):
     """Whether it is a call of that kind, in that function, in a line that does make it."""
-    if not isinstance(call, tuple):
+    if not (call and call.frame):
         return False
-    found, _, frame = call
-    line = linecache.getline(frame["filename"], frame["line"])
-    return found == kind and frame["name"] == function and f"dist.{kind}(" in line
+    line = linecache.getline(call.frame["filename"], call.frame["line"])
+    return call.kind == kind and call.frame["name"] == function and f"dist.{kind}(" in line
 
 
 def hang(fault, folder):
@@ -243,7 +296,6 @@ def pick_device(local_rank):
                   f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    torch.backends.cudnn.allow_tf32 = False  # TF32 is too coarse to compare runs
     return torch.device("cuda", local_rank), "nccl"
 
 

@@ -68,8 +68,7 @@ class Script:
 
 SCRIPTS = {
     "02": Script("02_torchrun_elastic.py", "epoch", 4, (1, 2), False, 16, "resume", "Net", 12),
-    # Not every rank of 03 calls resume.
-    "03": Script("03_multinode.py", "epoch", 4, (1, 2), False, 16, "take_newest", "Net", 12),
+    "03": Script("03_multinode.py", "epoch", 4, (1, 2), False, 16, "resume", "Net", 12),
     "steps": Script("recipes/train_by_steps.py", "step", 24, (4, 8), True, 1, "load_snapshot",
                     "GPT", 112),
 }  # fmt: skip
@@ -284,8 +283,8 @@ def play(plan, folder, data_dir, whole):
     assert job.returncode == 0, f"not done after {starts} starts:\n{output}"
     struck = plan.moment == "torchrun starts" or (folder / "struck").exists()
     assert struck, f"the moment never came:\n{output}"
-    left = {path.name for path in folder.iterdir()
-            if not re.match(r"struck|pid\d|.*\.lock$", path.name)}  # fmt: skip
+    ours = r"struck|pid\d|.*\.lock$|.*\.[0-9a-f]{32}\.tmp$"  # the last: 03's first_on_its_disk
+    left = {path.name for path in folder.iterdir() if not re.match(ours, path.name)}
     assert left == {"snapshot.pt"}, left
     found = torch.load(folder / "snapshot.pt", weights_only=True)
     pairs = list(zip(tensors(found), tensors(whole), strict=True))

@@ -72,6 +72,15 @@ def play_machine():
     socket.gethostname = lambda: name
     addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
     socket.gethostbyname = lambda name: addresses.get(name, name)
+    look_up = socket.getaddrinfo
+    socket.getaddrinfo = lambda name, *args: look_up(addresses.get(name, name), *args)
+
+
+def clocks_differ():
+    """Called in a child: the clock of the second machine is a thousand seconds fast."""
+    fast, now = 1000 * (machine() - 1), time.time
+    time.time = lambda: now() + fast
+    os.sched_getaffinity = lambda _: {0}  # else both machines' threads want all cores of this one
 
 
 def one_core():
@@ -353,6 +362,11 @@ def run_script(script, arguments, environment, folder, output, before=None, work
 def fork(script, *arguments, cwd, timeout=60, before=None, env=None):
     """Run ROOT/script in one process forked from the server."""
     return _fork(script, arguments, [env or {}], cwd, timeout, before)
+
+
+def fork_each(script, *arguments, cwd, environments, timeout=60):
+    """Run ROOT/script in one forked process for each of the environments."""
+    return _fork(script, arguments, environments, cwd, timeout, None)
 
 
 def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):

@@ -3,8 +3,12 @@
 test_lab.py runs it on machines that are apart.
 """
 
+import itertools
+import multiprocessing
 import os
 import pathlib
+import re
+import runpy
 import shutil
 import signal
 import socket
@@ -21,6 +25,7 @@ from support import (
     end,
     files,
     fork,
+    fork_each,
     fork_ranks,
     free_port,
     limit_file_size,
@@ -31,8 +36,10 @@ from support import (
     pretend_one_gpu,
     run,
     start,
+    variant,
     wait_until,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
 SCRIPT = "03_multinode.py"
@@ -44,16 +51,29 @@ def own_disk():
     os.chdir(f"disk{machine()}")
 
 
-def sigterm_in_epoch_2():
-    """Called in a child: global rank 3 alone gets SIGTERM as epoch 2 begins."""
-    set_epoch = DistributedSampler.set_epoch
+def sigterm_in_step_90():
+    """Called in a child: global rank 3 alone gets SIGTERM, and so do its loader's workers."""
+    steps = itertools.count(1)
 
-    def set_epoch_and_kill(sampler, epoch):
-        set_epoch(sampler, epoch)
-        if epoch == 2 and os.environ["RANK"] == "3":
-            os.kill(os.getpid(), signal.SIGTERM)
+    def kill(*_):
+        if next(steps) == 90 and os.environ["RANK"] == "3":
+            workers = [worker.pid for worker in multiprocessing.active_children()]
+            assert workers, "torchrun signals the whole process group"
+            for pid in (*workers, os.getpid()):
+                os.kill(pid, signal.SIGTERM)
 
-    DistributedSampler.set_epoch = set_epoch_and_kill
+    register_optimizer_step_pre_hook(kill)
+
+
+def show_writes():
+    """Called in a child: print which rank moves a file to its place."""
+    replace = os.replace
+
+    def replace_and_print(source, target):
+        replace(source, target)
+        print(f"rank {os.environ['RANK']} wrote {target}\n", end="", flush=True)
+
+    os.replace = replace_and_print
 
 
 def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2, **options):
@@ -75,8 +95,9 @@ def whole(tmp_path_factory, mnist_dir):
 
 
 def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir, whole):
-    result = train(tmp_path, 4, 2, "--data-dir", mnist_dir)
+    result = train(tmp_path, 4, 2, "--data-dir", mnist_dir, before=(show_writes,))
     assert result.status == 0, result.output
+    assert re.findall("rank . wrote .*", result.output) == ["rank 0 wrote snapshot.pt"] * 2
     rows = [line.split() for line in result.lines(0)[1:5]]
     assert [row[:5] for row in rows] == [
         ["node1", "0", "0", "0", "cpu"],
@@ -98,23 +119,20 @@ NONE = pytest.param(False, marks=pytest.mark.long, id="none")
 def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole, stale):
     """It is on the machine of ranks 2 and 3; that of rank 0 has none, or an old one."""
     data, job = ("--data-dir", mnist_dir), {"before": (own_disk,)}
+    disk1, disk2 = tmp_path / "disk1", tmp_path / "disk2"
     for epochs in (1, 3):
         assert train(tmp_path, epochs, 1, *data, **job).saved()[-1] == epochs
+        assert load(disk1)["next_epoch"] == load(disk2)["next_epoch"] == epochs + 1
         if epochs == 1:
-            shutil.copy(tmp_path / "disk1/snapshot.pt", tmp_path / "old.pt")
-    assert files(tmp_path / "disk2") == []
-    (tmp_path / "disk1/snapshot.pt").rename(tmp_path / "disk2/snapshot.pt")
+            shutil.copy(disk1 / "snapshot.pt", tmp_path / "old.pt")
+    (disk1 / "snapshot.pt").unlink()
     if stale:
-        (tmp_path / "old.pt").rename(tmp_path / "disk1/snapshot.pt")
+        (tmp_path / "old.pt").rename(disk1 / "snapshot.pt")
     result = train(tmp_path, 4, 1, *data, **job)
     assert result.status == 0, result.output
     assert "resumed from snapshot.pt of node2 at epoch 4" in result.lines(0)
-    assert list(result.epochs()) == [4]
-    assert difference(load(tmp_path / "disk1"), whole[1]) == 0
-    # Now both have one, and rank 0's machine the newer.
-    result = train(tmp_path, 4, 1, *data, **job)
-    assert "resumed from snapshot.pt of node1 at epoch 5" in result.lines(0)
-    assert digest(result) == digest(whole[0])
+    assert list(result.epochs()) == [4] and digest(result) == digest(whole[0])
+    assert difference(load(disk1), whole[1]) == difference(load(disk2), whole[1]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +155,6 @@ def test_a_snapshot_that_one_machine_cannot_continue(tmp_path, mnist_dir, snapsh
     assert result.status == 1, result.output
     assert result.error().startswith("node2: cannot continue from snapshot.pt")
     assert BAD_SNAPSHOTS[spoil] in result.error() and "move it" in result.error()
-    assert "Traceback" not in result.output
     assert path.read_bytes() == before
     assert files(disk2) == ["snapshot.pt"] and files(disk1) == []
 
@@ -159,17 +176,96 @@ def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
     assert not (tmp_path / "here/snapshot.pt").exists()
 
 
-def test_sigterm_of_one_rank_saves_and_ends_all(tmp_path, mnist_dir, whole):
-    """Though a snapshot was to come after epoch 4 only."""
-    arguments = (4, 4, "--data-dir", mnist_dir)
-    result = train(tmp_path, *arguments, before=(sigterm_in_epoch_2,))
+def test_sigterm_of_one_rank_saves_and_ends_all(tmp_path, mnist_dir):
+    """In the middle of an epoch, with loader workers; the restart goes on at that image."""
+    script = variant(tmp_path, SCRIPT, {"worker_init_fn": "num_workers=1, worker_init_fn"})
+    arguments = (2, 2, "--data-dir", mnist_dir, "--batch-size", 16)
+    folder = tmp_path / "left"
+    result = train(folder, *arguments, script=script, before=(sigterm_in_step_90,))
     assert result.status == 128 + signal.SIGTERM, result.output
-    assert result.saved() == [2] and load(tmp_path)["next_epoch"] == 3
-    for rank, who in enumerate(["another", "another", "another", "this"]):
-        line = f"{who} rank was asked to leave (SIGTERM): end after epoch 2"
-        assert line in result.lines(rank), result.output
-    result = train(tmp_path, *arguments)
-    assert list(result.epochs()) == [3, 4] and digest(result) == digest(whole[0])
+    # 64 steps an epoch, and all leave at the next of those at which they ask each other.
+    assert result.lines(0)[-1].startswith("leaving (SIGTERM): epoch 2 after 640 images | saved")
+    result = train(folder, *arguments, script=script)
+    assert "resumed from snapshot.pt of node1 at epoch 2, image 640" in result.lines(0)
+    unbroken = train(tmp_path / "unbroken", *arguments)
+    assert list(result.epochs()) == [2] and digest(result) == digest(unbroken)
+    assert difference(load(folder), load(tmp_path / "unbroken")) == 0
+
+
+@pytest.mark.parametrize(("ranks", "lost"), [(1, 0), (2, 0), (4, 0), (5, 1), (7, 6)])
+def test_an_epoch_goes_on_with_the_images_that_are_left(ranks, lost):
+    sampler_class = runpy.run_path(str(ROOT / SCRIPT))["RemainingSampler"]
+    drawn = {}
+    for done in (0, 64 + lost):
+        samplers = [sampler_class(range(140), ranks, rank, drop_last=True) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.done = done
+        shares = [list(sampler) for sampler in samplers]
+        assert {len(share) for share in shares} == {len(sampler) for sampler in samplers}
+        drawn[done] = [item for step in zip(*shares, strict=True) for item in step]
+    assert drawn[64 + lost] == drawn[0][64 + lost :]
+
+
+def test_machines_with_snapshots_of_different_jobs(tmp_path, mnist_dir):
+    """That of the longer job would replace the other's work."""
+    job = {"before": (own_disk,), "world_size": 2}
+    for epochs, other in ((3, 1), (1, 2)):
+        assert train(tmp_path, epochs, "--data-dir", mnist_dir, **job).status == 0
+        for node in (1, 2):
+            path = tmp_path / f"disk{node}/snapshot.pt"
+            path.rename(tmp_path / f"job{other}.pt")
+    (tmp_path / "job1.pt").rename(tmp_path / "disk1/snapshot.pt")
+    (tmp_path / "job2.pt").rename(tmp_path / "disk2/snapshot.pt")
+    result = train(tmp_path, 4, "--data-dir", mnist_dir, **job)
+    assert result.status == 1 and "have snapshots of different jobs" in result.output
+    assert [load(tmp_path / f"disk{node}")["next_epoch"] for node in (1, 2)] == [4, 2]
+
+
+@pytest.mark.long
+def test_rank_0_stops_and_takes_the_store_along(tmp_path, mnist_dir):
+    line = "        loss.backward()  #"
+    stop = "        dist.get_rank() or os.kill(os.getpid(), signal.SIGSTOP)\n"
+    script = variant(tmp_path, SCRIPT, {line: stop + line})
+    with free_port() as port:
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        result = fork_each(script, 1, "--timeout", 3, "--data-dir", mnist_dir, cwd=tmp_path,
+                           environments=[{"RANK": rank, **common} for rank in "01"])  # fmt: skip
+    assert "[rank 1/2] waited in vain for a store that does not answer" in result.output
+    assert result.status == 1
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_comes_is_named(tmp_path, missing):
+    """Each attempt has a store of its own, which rank 0 serves: the recommended way."""
+    with free_port() as port:
+        common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        waiting = [{"RANK": str(rank), **common} for rank in range(3) if rank != missing]
+        result = fork_each(SCRIPT, "--timeout", 3, cwd=tmp_path, environments=waiting)
+    assert result.status == 1
+    named, gone = "rank 2 did not come", "rank 0 serves the store on 127.0.0.1, and does not answer"
+    lines = [line for line in result.output.splitlines() if ": error: " in line]
+    assert any((gone if missing == 0 else named) in line for line in lines), result.output
+    assert all(named in line or gone in line for line in lines), "a false cause"
+
+
+def test_a_rank_that_waits_for_a_dead_one_leaves_by_itself(tmp_path):
+    """SIGTERM comes while the main thread waits in torch's C++, where no handler of Python runs."""
+    wait = tmp_path / "wait.py"
+    wait.write_text(f"""
+import os, runpy, signal, threading
+from datetime import timedelta
+import torch.distributed as dist
+os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "11"  # seconds
+asked = runpy.run_path({str(ROOT / SCRIPT)!r})["leave_on_sigterm"]()
+os.kill(os.getpid(), signal.SIGTERM)
+assert asked.wait(10)  # in Python the handler runs, and the process goes on
+asked.clear()
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+store.wait(["never"], timedelta(seconds=50))
+""")
+    result = fork(wait, cwd=tmp_path)
+    assert result.status == 128 + signal.SIGTERM, result.output
 
 
 def one_half():

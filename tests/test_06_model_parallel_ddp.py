@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from support import fork, fork_ranks, pretend_one_gpu, variant
+import torch.distributed as dist
+from support import clocks_differ, fork, fork_ranks, pretend_one_gpu, variant
 
 SCRIPT = "06_model_parallel_ddp.py"
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -124,11 +125,32 @@ def test_micro_batches_of_other_sizes(tmp_path):
     assert "= 11%" in result.output and is_part(order(drawings(result)[0]), "01234567abcdefgh")
 
 
+def test_two_clocks_make_no_drawing(tmp_path):
+    result = fork_ranks(SCRIPT, "1", "--mode", "pipeline", cwd=tmp_path, nodes=2,
+                        before=clocks_differ)  # fmt: skip
+    assert result.status == 0 and not drawings(result), result.output
+    assert "1F1B: no drawing, as the stages are on several machines, whose clocks differ" in (
+        result.lines(0))
+
+
+@pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason="this torch cannot set it")
+def test_nobody_waits_for_a_hanging_stage(tmp_path):
+    script = variant(tmp_path, SCRIPT, {
+        "TIMEOUT = timedelta(minutes=2)": "TIMEOUT = timedelta(seconds=5)",
+        "schedule.step(target=": "time.sleep(1000); schedule.step(target="})  # fmt: skip
+    result = fork_ranks(script, "--mode", "pipeline", cwd=tmp_path, world_size=4, timeout=60)
+    assert result.status == 1 and "Timed out waiting 5000ms" in result.output, result.output
+
+
 @pytest.mark.parametrize(("mode", "old", "new", "message"), [
     # Without the two plain passes, DDP's buckets fail at the second step.
     pytest.param("pipeline", "    settle_stage(model, device)\n", "", "rebuilt_param_indices",
                  marks=pytest.mark.skipif(TORCH <= (2, 11), reason="torch 2.11 has no such fault")),
-    # Replicas that see the same images; sums for means; replicas that differ.
+    # All copies before the second halves; replicas that see the same examples; sums for means;
+    # replicas that differ.
+    ("devices", "self.second(between))\n        return torch.cat(outputs)",
+     "between)\n        return torch.cat([self.second(chunk) for chunk in outputs])",
+     "backward leaves the first device idle"),
     ("devices", "[start + replica : ", "[start : ", "does not compute what the unsplit one does"),
     ("pipeline", "(timed, args.microbatches, loss_fn=cross_entropy",
      "(timed, args.microbatches, loss_fn=cross_entropy, scale_grads=False",

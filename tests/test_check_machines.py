@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import runpy
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import (
+    ROOT,
     files,
     fork,
     fork_ranks,
@@ -156,18 +158,34 @@ def test_names_the_fault(tmp_path, fault):
     assert "check passed" not in result.output and "Traceback" not in result.output
 
 
+def test_refuses_a_name_that_means_another_machine_elsewhere(monkeypatch):
+    """The name that torchrun gives the others: "localhost", if /etc/hosts has that in front."""
+    script = runpy.run_path(str(ROOT / SCRIPT))
+    monkeypatch.setattr(socket, "gethostbyname", {"node1": "10.0.0.1", "node2": "10.0.0.2",
+                                                  "localhost": "127.0.0.1"}.get)  # fmt: skip
+    machines = []
+    for rank, own_name in enumerate(["localhost", "node2"]):
+        monkeypatch.setattr(socket, "gethostname", lambda rank=rank: f"node{rank + 1}")
+        monkeypatch.setattr(socket, "getfqdn", lambda name=own_name: name)
+        machines.append(script["describe_process"](rank, 0, 1, "nccl"))
+    [fault] = script["find_faults"](machines, machines[1], by_name=True)
+    assert "node1 calls itself localhost, and on node2 that means node2" in fault
+
+
 # ---- Faults that the exchange of data finds ----
 
 
-@pytest.mark.parametrize("old", ["total + coming, coming", "by_all_reduce = numbers.clone()"])
-def test_fails_when_the_sums_disagree(tmp_path, old):
-    new = {"total + coming, coming": "total + coming, passing",
-           "by_all_reduce = numbers.clone()": "by_all_reduce = numbers + 1"}[old]  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "error"), [
+    ("total + coming, coming", "total + coming, passing", "all_reduce and the ring disagree"),
+    ("by_all_reduce = numbers.clone()", "by_all_reduce = numbers + 1", "and the ring disagree"),
+    ("dist.all_reduce(block)", "dist.all_reduce(block.add_(1))", "a sum of 16 MiB is wrong"),
+])  # fmt: skip
+def test_fails_when_the_sums_disagree(tmp_path, old, new, error):
     (tmp_path / "run").mkdir()
     script = variant(tmp_path, SCRIPT, {old: new})
     result = check(tmp_path / "run", script=script, world_size=3, nodes=1)
     assert result.status == 1 and "check passed" not in result.output
-    assert "all_reduce and the ring disagree" in result.output
+    assert error in result.output
 
 
 def connecting_hangs():
@@ -237,4 +255,6 @@ def test_a_first_machine_where_nothing_listens(tmp_path):
     result = fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=environment)
     assert result.status == 1
     assert "127.0.0.1:1 has not answered" in result.error()
-    assert "nothing listens there. Start the check on 127.0.0.1 too" in result.error()
+    # torchrun there has published a name that means loopback everywhere.
+    assert "the first machine calls itself 127.0.0.1, and on" in result.error()
+    assert "--local-addr=ITS_ADDRESS" in result.error()

@@ -227,7 +227,7 @@ def test_both_backends(torchrun, gpus, backend, figures):
 @pytest.mark.usefixtures("two_gpus")
 def test_a_rank_that_stops(tmp_path, visible, figures):
     """What the others print, and how long it takes, is written down: it differs by version."""
-    script = variant(tmp_path, ELASTIC, {"timedelta(minutes=2)": "timedelta(seconds=20)"})
+    script = variant(tmp_path, ELASTIC, {"timedelta(minutes=10)": "timedelta(seconds=20)"})
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", script, 1000, 1000]
     process = start(*command, cwd=tmp_path, env=visible)
     try:
@@ -247,7 +247,7 @@ def test_a_rank_that_stops(tmp_path, visible, figures):
 def test_a_rank_that_never_comes_is_named(tmp_path, torchrun):
     line = "roll_call(store, rank, world_size)  #"
     script = variant(tmp_path, ELASTIC, {
-        "timedelta(minutes=2)": "timedelta(seconds=5)",
+        "timedelta(minutes=10)": "timedelta(seconds=5)",
         line: f"rank == world_size - 1 and time.sleep(3600); {line}"})  # fmt: skip
     result = torchrun(script, processes=2)
     assert result.status == 1 and "rank 1 did not come within 5 s" in result.error()

@@ -99,18 +99,6 @@ def write_down():
     DistributedSampler.__iter__ = draw_and_note
 
 
-def sigterm_in_epoch(number):
-    """Called in a child: the last rank gets SIGTERM as that epoch begins."""
-    set_epoch = DistributedSampler.set_epoch
-
-    def set_epoch_and_kill(sampler, epoch):
-        set_epoch(sampler, epoch)
-        if epoch == number and dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    DistributedSampler.set_epoch = set_epoch_and_kill
-
-
 def fail_in_epoch_1():
     """Called in a child: a collective fails; what torchrun would read is to be in report.json."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath("report.json")
@@ -176,14 +164,13 @@ def test_a_job_sets_up_its_process_and_its_group(first_job):
     for rank in (0, 1):
         [group] = all_of("init_process_group", calls[rank])
         expected = {"rank": rank, "world_size": 2, "device_id": None, "threads": 6}
-        expected |= {"timeout": 60 if number == "03" else 120, "policy": os.SCHED_BATCH}
+        expected |= {"timeout": 600, "policy": os.SCHED_BATCH}
         expected |= {"interface": None if number == "03" else socket.if_indextoname(1)}
         expected |= {"threads_end": True, "watchers": int(number != "01")}
         if number == "01":
             assert group.pop("init_method").startswith("file://")
         assert group == expected | {"has_store": number != "01"}
-        assert all_of("rendezvous", calls[rank]) == [
-            {"timeout": group["timeout"]}] * (number != "01")  # fmt: skip
+        assert all_of("rendezvous", calls[rank]) == [{"timeout": 600}] * (number == "02")
         prefixes = all_of("PrefixStore", calls[rank])
         assert prefixes[:1] == [{"prefix": "attempt 0"}] * (number == "02")
         assert len(all_of("lockf", calls[rank])) == (rank == 0 and number != "01")
@@ -203,7 +190,7 @@ def test_a_job_trains_whole_batches_of_its_own_images(first_job):
         # to settle the buckets.
         passes = all_of("forward", calls[rank])
         assert [its["images"] for its in passes] == [10] * 10
-        assert [its["on"] for its in passes] == [number == "01"] + [True] * 9
+        assert [its["on"] for its in passes] == [False] + [True] * 9
         assert all_of("__init__", calls[rank])[0] == {"lr": 0.03, "momentum": 0.9}
         assert {its["seed"] for its in all_of("draw", calls[rank])} == {SEED}
     draws = [{its["epoch"]: its["items"] for its in all_of("draw", calls[rank])} for rank in (0, 1)]
@@ -223,6 +210,8 @@ def test_one_rank_of_a_job_saves_and_speaks(first_job):
     key, momenta = ("epoch", 0) if number == "01" else ("next_epoch", 6)
     later = int(number != "01")
     expected = [{key: epoch + later, "momenta": momenta} for epoch in (2, 3)]
+    if number == "03":
+        expected = [saved | {"images_done": 0} for saved in expected]
     saves = [[its for its in all_of("save", calls[rank]) if its] for rank in (0, 1)]
     assert saves == [expected, []]
     assert result.saved() == [2, 3] and list(result.epochs()) == [1, 2, 3]
@@ -245,28 +234,8 @@ def test_a_finished_job_loads_safely_and_trains_no_more(job, tmp_path, number):
     assert len([line for line in result.lines(0) if "resumed from snapshot.pt" in line]) == 1
     assert len([line for line in result.lines(0) if "nothing left to train" in line]) == 1
     for rank in (0, 1):
-        # 03: local rank 0 reads the file, and then all get its content.
-        loads = all_of("load", calls[rank])
-        assert len(loads) == (1 if number == "02" or rank == 1 else 2)
-        assert all(its == {"map_location": "cpu", "weights_only": True} for its in loads)
+        assert all_of("load", calls[rank]) == [{"map_location": "cpu", "weights_only": True}]
         assert not [its for its in all_of("save", calls[rank]) if "next_epoch" in its]
-
-
-@pytest.mark.parametrize("number", ["03"])
-def test_asked_to_leave_in_any_epoch(job, tmp_path, number):
-    """All wait until rank 0 has saved; in the last epoch, there is nothing to leave."""
-    result, calls = job(number, tmp_path, 2, 2, [functools.partial(sigterm_in_epoch, 1)])
-    assert result.status == 128 + signal.SIGTERM and result.saved() == [1], result.output
-    names = [name for name, _ in calls[0]]
-    assert names.index("save") < names.index("barrier")
-    for rank, who in enumerate(("another", "this")):
-        line = f"{who} rank was asked to leave (SIGTERM): end after epoch 1"
-        assert result.lines(rank).count(line) == 1, result.output
-        names = [name for name, _ in calls[rank]]
-        assert names.count("barrier") == 1 and names[-1] == "destroy_process_group"
-    result, _ = job(number, tmp_path, 2, 2, [functools.partial(sigterm_in_epoch, 2)])
-    assert result.status == 0 and result.saved() == [2], result.output
-    assert "asked to leave" not in result.output
 
 
 @pytest.mark.parametrize("number", RESUMING)

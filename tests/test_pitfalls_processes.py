@@ -48,7 +48,7 @@ def test_every_rank_saves(tmp_path):
 
 
 def test_download_by_all(tmp_path):
-    broken, fixed = both("download_by_all", tmp_path)
+    broken, fixed = both("download_by_all", tmp_path, nodes=2)  # two local ranks 0, one disk
     pattern = r"symptom: of 600000 bytes the ranks have read \[(\d+), (\d+)\]"
     first, second = last_line(broken, pattern)
     assert first == 600_000 and 0 <= second < 600_000

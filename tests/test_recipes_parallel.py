@@ -45,6 +45,7 @@ def test_tensor_parallel(tmp_path, world_size):
     pytest.param("different rows on each rank do no harm",
                  "return rows[dist.get_rank()::dist.get_world_size()]", "return rows",
                  marks=pytest.mark.long),
+    ("the outputs of a tp group differ by", "seed_of_rank, seed_of_group)", "seed_of_rank,) * 2"),
     pytest.param("a layer outside the plan, and clip_grad_norm_: no error",
                  "mesh, BLOCKS)\n    message", "mesh)\n    message", marks=pytest.mark.long),
     pytest.param("clip_by_mesh does not clip", "for norm in norms])", "for norm in norms[:1]])",
@@ -58,8 +59,8 @@ def test_tensor_parallel_can_fail(tmp_path, message, old, new):
 
 @pytest.mark.long
 def test_tensor_parallel_needs_the_groups_to_exchange(tmp_path):
-    assert_fails(tmp_path, "recipes/tensor_parallel.py", {'if mesh["dp"].size() > 1:': "if False:"},
-                 "split layers do not train", world_size=4)  # fmt: skip
+    changes = {'if mesh["dp"].size() > 1:  # several': "if False:  # several"}
+    assert_fails(tmp_path, "recipes/tensor_parallel.py", changes, "split layers do not train", 4)
 
 
 def test_tensor_parallel_refuses_what_it_cannot_split(tmp_path):

@@ -1,11 +1,17 @@
 """recipes/train_by_steps.py: killed anywhere, it ends with the bits of an uninterrupted run."""
 
 import argparse
+import itertools
 import json
+import math
+import multiprocessing
 import os
+import pathlib
 import re
 import runpy
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -13,15 +19,21 @@ from snapshots import BAD_SNAPSHOTS
 from support import (
     ROOT,
     TORCHRUN,
+    Result,
+    assert_nothing_left,
     digest,
+    end,
     files,
     fork_ranks,
     limit_file_size,
     load,
+    read_until,
     run,
+    start,
     tensors,
     variant,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SCRIPT = "recipes/train_by_steps.py"
 # 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
@@ -100,7 +112,8 @@ def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, whole, ranks)
     assert "attempt 1: resumed from snapshot.pt after step 3" in again.lines(0)
     found = load(tmp_path / "killed")
     assert difference(found, snapshot) == 0 and digest(again) == digest(result)
-    assert list(found) == ["model", "optimizer", "scheduler", "step"] and found["step"] == 7
+    assert list(found) == ["model", "optimizer", "scheduler", "step", "batch_size"]
+    assert found["step"] == 7
     assert found["scheduler"] == snapshot["scheduler"]
     assert reports(again) == reports(result) and len(reports(result)) == 7
     assert validations(again) == validations(result) and list(validations(result)) == [3, 6, 7]
@@ -156,13 +169,167 @@ def test_a_finished_run_trains_nothing_again(tmp_path):
     assert (tmp_path / "snapshot.pt").read_bytes() == before and files(tmp_path) == ["snapshot.pt"]
 
 
-def test_a_loss_of_nan_keeps_the_last_snapshot(tmp_path):
-    changes = {SHARED: f"{SHARED}        if step == 3:\n            loss = loss * math.nan\n"
-                       "            model.module.head[1].bias.grad *= math.nan\n"}  # fmt: skip
-    result = train(tmp_path / "nan", 4, 2, *SMALL, changes=changes)
-    assert result.status == 1
-    assert "RuntimeError: the validation loss is nan after step 4" in result.output
-    assert load(tmp_path / "nan")["step"] == 2
+def test_a_kill_during_a_validation_loses_nothing(tmp_path, whole):
+    begin = "    model.eval()\n    total"
+    kill = ("    if dist.get_rank() == 0 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+            f"        os.kill(os.getpid(), signal.SIGKILL)\n{begin}")
+    again = trained(tmp_path / "killed", 7, 3, *SMALL, changes={begin: kill}, max_restarts=1)
+    assert "attempt 1: resumed from snapshot.pt after step 3" in again.lines(0)
+    assert digest(again) == digest(whole[2][0])
+
+
+def inf_on_rank_1(steps):
+    """Changes that multiply rank 1's loss by inf in these steps, which it knows by their seeds."""
+    factor = f"(math.inf if torch.initial_seed() in {[2 * step + 1 for step in steps]} else 2)"
+    return EVERY_STEP | {"(loss * weight * dist.get_world_size())": f"(loss * weight * {factor})"}
+
+
+def test_inf_or_nan_spoils_neither_weights_nor_snapshot(tmp_path):
+    """All ranks skip such a step, also when they repeat it after a kill. Five steps end the run."""
+    once = inf_on_rank_1([4])
+    skipped = killed(tmp_path, 2, once)
+    whole = trained(tmp_path / "whole", 7, 3, *SMALL, changes=once)
+    assert skipped.attempts == 2 and digest(skipped) == digest(whole)
+    norms = {step: norm for step, (_, _, norm) in reports(whole).items()}
+    assert [step for step in norms if not math.isfinite(norms[step])] == [4]
+    assert validations(whole)[7] < validations(whole)[3]
+
+    nan = f"{SHARED}        if step == 6:\n            model.module.head[1].bias.data *= math.nan\n"
+    spoiled = "inf or nan in the weights or buffers after step"
+    for changes, error in [
+        (inf_on_rank_1(range(2, 9)), "inf or nan in the gradient of 5 steps, up to step 6"),
+        ({SHARED: nan}, f"{spoiled} 8"),
+        ({SHARED: nan + "            os.kill(os.getpid(), signal.SIGTERM)\n"}, f"{spoiled} 6"),
+    ]:
+        result = train(tmp_path / "bad", 9, 4, *SMALL, changes=changes)
+        assert result.status == 1 and f"RuntimeError: {error}" in result.output
+        snapshot = load(tmp_path / "bad")
+        assert snapshot["step"] == 4 and all(t.isfinite().all() for t in tensors(snapshot))
+        (tmp_path / "bad/snapshot.pt").unlink()
+
+
+def test_an_inf_in_the_forward_pass_spoils_no_buffer(tmp_path):
+    """On rank 0, whose buffers all get. A running mean stands for BatchNorm's."""
+    embed = "        x = self.characters(text) + self.positions(positions)\n"
+    changes = {
+        "        self.dropout = nn.Dropout(dropout)\n        self.blocks":
+        "        self.register_buffer('mean', torch.zeros(WIDTH))\n"
+        "        self.dropout = nn.Dropout(dropout)\n        self.blocks",
+        embed: embed + "        if self.training:\n"
+        "            x = x * (math.inf if torch.initial_seed() == 8 else 1)  # rank 0 in step 4\n"
+        "            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)\n"
+        "        x = x - self.mean.clone()\n",
+    }  # fmt: skip
+    result = trained(tmp_path, 7, 7, *SMALL, changes=EVERY_STEP | changes)
+    assert [s for s, (_, _, norm) in reports(result).items() if not math.isfinite(norm)] == [4]
+    assert load(tmp_path)["model"]["mean"].isfinite().all() and validations(result)[7] < 5
+
+
+# ---- Asked to leave ----
+
+
+def start_and_end_a_process():
+    """By fork and SIGTERM, as multiprocessing.Pool does. That must not reach this process."""
+    ours, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: (its.send("here"), signal.pause()), daemon=True)  # fmt: skip
+    process.start()
+    ours.recv()
+    process.terminate()
+    process.join(10)
+    process.kill()
+    assert process.exitcode == -signal.SIGTERM
+
+
+def sigterm_in_step_5():
+    """Called in a child: the last rank gets SIGTERM in step 5 of the first attempt."""
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("2", "0"):
+        steps = itertools.count(1)
+
+        def ask(*_):
+            step = next(steps)
+            if step == 2:
+                start_and_end_a_process()
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        register_optimizer_step_pre_hook(ask)
+
+
+def test_sigterm_of_one_rank_loses_nothing(tmp_path, whole):
+    result, snapshot = whole[3]
+    again = trained(tmp_path / "asked", 7, 3, *SMALL, changes=EVERY_STEP, world_size=3,
+                    max_restarts=1, before=sigterm_in_step_5)  # fmt: skip
+    for rank, who in enumerate(["another rank was", "another rank was", "this rank was"]):
+        assert f"{who} asked to leave (SIGTERM): end after step 5" in again.lines(rank)
+    assert "attempt 1: resumed from snapshot.pt after step 5" in again.lines(0)
+    assert len(re.findall(r"\| rate ", again.output)) == 7 and reports(again) == reports(result)
+    assert difference(load(tmp_path / "asked"), snapshot) == 0
+
+
+# The windows come from a loader with two workers.
+WITH_WORKERS = EVERY_STEP | {
+    "    skipped, clock": "    shares = [draw(s, args.batch_size, len(windows))[rank::world_size]"
+    ".tolist()\n              for s in range(steps_done + 1, args.total_steps + 1)]\n"
+    "    batches = iter(torch.utils.data.DataLoader(windows, batch_sampler=shares, num_workers=2,"
+    " worker_init_fn=ignore_sigterm))\n    skipped, clock",
+    "share = draw(step, args.batch_size, len(windows))[rank::world_size]": "share = next(batches)",
+    SHARED: "        loss = add_up_gradients(model, share, torch.arange(len(share)), args)\n",
+}
+
+
+@pytest.mark.long
+def test_sigterm_of_torchrun_loses_nothing(tmp_path):
+    """Nor do the loader's workers, which get the signal, too, end their rank."""
+    script = variant(tmp_path, SCRIPT, WITH_WORKERS)
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", script, 150, 150, *SMALL)
+    job = start(*command, cwd=tmp_path)
+    try:
+        output = read_until(job, r"step +3/")
+        job.send_signal(signal.SIGTERM)
+        output += job.communicate(timeout=60)[0]
+        assert_nothing_left(job)
+    finally:
+        end(job)
+    assert job.returncode != 0
+    first = Result(output, job.returncode)
+    steps = {re.search(r"end after step (\d+)", first.lines(rank)[-1])[1] for rank in (0, 1)}
+    assert len(steps) == 1 and "killed by signal" not in output, output
+    assert torch.load(tmp_path / "train_by_steps.pt", weights_only=True)["step"] == int(*steps)
+    second = run(*command, cwd=tmp_path)
+    whole = trained(tmp_path / "whole", 150, 150, *SMALL)
+    assert len(reports(first) | reports(second)) == 150 and digest(second) == digest(whole)
+
+
+@pytest.mark.long
+def test_a_rank_that_waits_for_a_stopped_one_leaves(tmp_path):
+    """By itself, before torchrun kills it: only the stopped one is killed."""
+    script = variant(tmp_path, SCRIPT, EVERY_STEP | {
+        SHARED: "        if rank == 1 and step == 3:\n            log('stopped', True)\n"
+                "            os.kill(os.getpid(), signal.SIGSTOP)\n" + SHARED})  # fmt: skip
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", script, cwd=tmp_path)
+    try:
+        output = read_until(job, "stopped")
+        pids = dict(re.findall(r"^\[rank (\d)/2\] attempt 0, pid (\d+)", output, re.MULTILINE))
+        wait_until_blocked(int(pids["0"]))
+        job.send_signal(signal.SIGTERM)
+        output += job.communicate(timeout=90)[0]
+        assert_nothing_left(job)
+    finally:
+        end(job)
+    killed = re.findall(r"Unable to shutdown process (\d+)", output)
+    assert killed == [pids["1"]], output
+
+
+def wait_until_blocked(pid):
+    """Return when a process has used no processor time for three seconds."""
+    used, since, deadline = None, 0, time.monotonic() + 60
+    while time.monotonic() < since + 3 or used is None:
+        now = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]
+        if now != used:
+            used, since = now, time.monotonic()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # ---- What the ranks share ----
@@ -369,17 +536,21 @@ BAD_CALLS = {
     "all dropped": (["--dropout", 1], "--dropout must be 0 or more, and less than 1", 2),
     "dropout nan": (["--dropout", "nan"], "--dropout must be 0 or more, and less than 1", 2),
     "folder missing": (["--snapshot-path", "no/such.pt"], "cannot write no/such.pt", 2),
+    "another batch size": (["--batch-size", 12], "snapshot.pt needs --batch-size 13, as before", 1),
     "a directory": (["--snapshot-path", "."], "cannot continue from . (IsADirectoryError", 1),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_calls_end_in_one_line(tmp_path, name):
+def test_bad_calls_end_in_one_line(tmp_path, good_snapshot, name):
     arguments, message, status = BAD_CALLS[name]
+    left = ["snapshot.pt"] if "snapshot.pt" in message else []
+    for file in left:
+        shutil.copy(good_snapshot, tmp_path / file)
     result = train(tmp_path, *arguments)
     assert result.status == status, result.output
     assert message in result.error() and "Traceback" not in result.output
-    assert files(tmp_path) == []
+    assert files(tmp_path) == left
 
 
 @pytest.mark.long

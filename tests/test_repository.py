@@ -47,6 +47,7 @@ NOT_RUN = {
     ". .venv/bin/activate": INSTALLS,
     "pip install -r requirements.txt": INSTALLS,
     "python tests/fault_campaign.py --rounds 100": "takes half an hour; test_faults.py plays some",
+    "python tests/departures.py --rounds 20": "takes half an hour; test_lab.py plays some",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     "python docs/transcripts/draw.py": "takes minutes; test_readme.py draws its logs again",
     "python docs/transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",

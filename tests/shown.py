@@ -28,7 +28,8 @@ FOLDER = ROOT / "docs/transcripts"
 BLOCK = re.compile(
     r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OFFICIAL = ("https://docs.pytorch.org/", "https://pytorch.org/get-started/",
-            "https://github.com/pytorch/", "https://arxiv.org/abs/")  # fmt: skip
+            "https://github.com/pytorch/", "https://github.com/python/",
+            "https://arxiv.org/abs/")  # fmt: skip
 
 
 def named_blocks(documents=None):

@@ -344,6 +344,8 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     multiprocessing.set_start_method(None, force=True)
     if "RANK" in environment:
         torch.set_num_threads(1)  # torchrun sees to that by OMP_NUM_THREADS
+    if sys.version_info < (3, 11, 10):  # a fork beside Gloo's threads may hang: pitfalls/README.md
+        os.register_at_fork(before=lambda: time.sleep(0.01))  # by then, these have ended
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [str(script), *map(str, arguments)]

@@ -33,12 +33,14 @@ import copy
 import gc
 import hashlib
 import os
+import random
 import socket
 import sys
 import tempfile
 import time
 from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
@@ -96,7 +98,8 @@ def train(device, args):
     # rank r gets the items r, r + world_size, ... of one shuffled list. All ranks must get the same
     # number: one with more batches would wait for the others, and fail after TIMEOUT. So drop_last
     # leaves out the remainder. (The default repeats some items.)
-    train_set, test_set, source = load_data(args.data_dir)  # your data
+    train_set, test_set, source = load_data(args.data_dir)  # your data: any map-style Dataset
+    check_items(train_set, test_set)  # whatever they are: the loop needs images and labels
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 
     # --batch-size counts the images of one step on all ranks together. So one learning rate works
@@ -105,17 +108,12 @@ def train(device, args):
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
-    # The sampler yields lists of indices. The set reads a whole list at once: train_set[indices].
-    loader = DataLoader(
-        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
+    loader = batches_of(train_set, BatchSampler(sampler, share, drop_last=True))
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     batch = f"{world_size} ranks x {share} images"
     log(f"batch size {share * world_size}: {batch}")
 
-    # With dropout in your model, seed again before each step in train_epoch, so that no two steps
-    # or ranks share a mask: torch.manual_seed(SEED + step * world_size + rank), with step counted
-    # from the start of the training.
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # every run starts from the same weights
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -133,6 +131,8 @@ def train(device, args):
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     for epoch in range(1, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
+        # Dropout, or a Dataset that augments, must draw other numbers in each epoch, on each rank.
+        seed_all(SEED + epoch * world_size + rank)  # (SEED + epoch + rank would repeat some)
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
@@ -159,7 +159,7 @@ def check_gradients(model, images, labels, device):
     """
     def gradient(net, images, labels):
         net.zero_grad()
-        cross_entropy(net(images.to(device)), labels.to(device)).backward()
+        batch_loss(net, images.to(device), labels.to(device)).backward()
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
     # As in evaluation: no dropout, and BatchNorm by its running mean. When it trains, BatchNorm
@@ -197,6 +197,13 @@ def check_replicas(model):
 # ---- What any training script needs: an epoch, the evaluation, saving, the model, the data ----
 
 
+def seed_all(seed):
+    """Seed all that your model and your data may draw random numbers from."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
+
+
 def train_epoch(model, batches, optimizer, device):
     """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
     start, images_seen = time.perf_counter(), 0
@@ -208,7 +215,7 @@ def train_epoch(model, batches, optimizer, device):
         # the GPU only if the batch is in pinned memory.)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)  # your loss
+        loss = batch_loss(model, images, labels)
         loss.backward()  # the ranks meet here: DDP averages the gradients
         optimizer.step()  # no exchange here: every rank takes the same step
         loss_sum += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
@@ -224,15 +231,16 @@ def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Every image counts once over all ranks."""
     # DistributedSampler would repeat images to give every rank equally many. Here the shares may
     # differ by one, so no rank may wait for another: model.module is the model without DDP.
-    share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
     # images. Evaluate with rank 0's, which are saved.
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in (test_set[indices] for indices in share.split(1000)):
-        answers = model.module(images.to(device)).argmax(dim=1)
+    # 1000 images at a time: choose fewer if yours need much memory.
+    for images, labels in batches_of(test_set, BatchSampler(share, 1000, drop_last=False)):
+        answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
     model.train()
     dist.all_reduce(correct)  # sum, then divide: a mean of means is wrong when shares differ
@@ -252,6 +260,11 @@ def save(state, path):
         if os.path.exists(temporary):
             os.remove(temporary)
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", status=1)
+
+
+def batch_loss(model, images, labels):
+    """Return the mean loss over the images: DDP takes the mean over the ranks, not the sum."""
+    return cross_entropy(model(images), labels)  # your loss
 
 
 class Net(nn.Module):
@@ -295,6 +308,32 @@ def generate_data(count):
     rows, columns = torch.randint(7, (2, count), generator=generator)
     noise = torch.rand(count, 28, 28, generator=generator)
     return (45 * windows[labels, rows, columns] + 210 * noise).byte(), labels
+
+
+def check_items(train_set, test_set):
+    """Stop unless both sets have items, and these are pairs of an image and a label."""
+    for name, dataset in ("training", train_set), ("test", test_set):
+        if len(dataset) == 0:
+            stop(f"the {name} set is empty", status=1)
+        item = dataset[0]
+        try:
+            images, labels = torch.utils.data.default_collate([item])  # as a DataLoader does
+        except (TypeError, ValueError):
+            images = labels = None
+        if not (torch.is_tensor(images) and torch.is_tensor(labels)):
+            found = [type(part).__name__ for part in (item if isinstance(item, tuple) else [item])]
+            stop(f"an item of the {name} set must be a tensor and a number, and is {found}: a set"
+                 " of torchvision needs transform=transforms.ToTensor()", status=1)
+
+
+
+def batches_of(dataset, lists):
+    """Return a DataLoader that yields a batch, (images, labels), for each list of indices."""
+    if isinstance(dataset, TensorDataset):  # it can read a whole list at once: dataset[indices]
+        return DataLoader(dataset, batch_size=None, sampler=lists)
+    # Any other Dataset is read item by item, in two more processes for each rank. They draw other
+    # random numbers (say, to augment images) in each epoch, and on each rank: seed_all.
+    return DataLoader(dataset, batch_sampler=lists, num_workers=2)
 
 
 # ---- Helpers that are no part of the lesson ----

@@ -33,6 +33,7 @@ import gc
 import hashlib
 import itertools
 import os
+import random
 import signal
 import socket
 import sys
@@ -41,6 +42,7 @@ import time
 import zipfile
 from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
@@ -98,23 +100,20 @@ def train(device, args):
     log(f"attempt {attempt}, pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    train_set, test_set, source = load_data(args.data_dir)  # your data
+    train_set, test_set, source = load_data(args.data_dir)  # your data: any map-style Dataset
+    check_items(train_set, test_set)  # whatever they are: the loop needs images and labels
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 
     # What the ranks cannot share equally is not used: pitfalls/mean_of_unequal_shards.py cures it.
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
-    # The sampler yields lists of indices. The set reads a whole list at once: train_set[indices].
-    loader = DataLoader(
-        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
+    loader = batches_of(train_set, BatchSampler(sampler, share, drop_last=True))
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     batch = f"{world_size} ranks x {share} images"
     log(f"batch size {share * world_size}: {batch}")
 
-    # With dropout in your model, seed again before each step in train_epoch, step being its number:
-    # torch.manual_seed(SEED + step * world_size + rank)
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # every run starts from the same weights
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -131,13 +130,15 @@ def train(device, args):
     # bucket by its mean over all ranks as soon as it is full. So all ranks take the same step.
     model = DDP(model, gradient_as_bucket_view=True)
     # New in 02: one pass without a step, so that a resumed run adds up gradients in the same order.
-    settle_buckets(model, next(iter(loader))[0].to(device))
+    settle_buckets(model, torch.utils.data.default_collate([test_set[0]])[0].to(device))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
-    # New in 02: begin at first_epoch. No random state is in the snapshot: only the shuffle is
-    # random here, and it follows from the seed and the epoch.
+    # New in 02: begin at first_epoch. No random state is in the snapshot: all that is random
+    # follows from the seed, the epoch and the rank.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
+        # Dropout, or a Dataset that augments, must draw other numbers in each epoch, on each rank.
+        seed_all(SEED + epoch * world_size + rank)  # (SEED + epoch + rank would repeat some)
         crash = epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1
         batches = crash_halfway(loader) if crash else loader
         loss, speed = train_epoch(model, batches, optimizer, device)
@@ -208,6 +209,13 @@ def check_replicas(model):
 # ---- What any training script needs: an epoch, the evaluation, saving, the model, the data ----
 
 
+def seed_all(seed):
+    """Seed all that your model and your data may draw random numbers from."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
+
+
 def train_epoch(model, batches, optimizer, device):
     """Train on this rank's batches; return (mean loss, images per second) over all ranks."""
     start, images_seen = time.perf_counter(), 0
@@ -219,7 +227,7 @@ def train_epoch(model, batches, optimizer, device):
         # the GPU only if the batch is in pinned memory.)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)  # your loss
+        loss = batch_loss(model, images, labels)
         loss.backward()  # the ranks meet here: DDP averages the gradients
         optimizer.step()  # no exchange here: every rank takes the same step
         loss_sum += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
@@ -235,15 +243,16 @@ def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Every image counts once over all ranks."""
     # DistributedSampler would repeat images to give every rank equally many. Here the shares may
     # differ by one, so no rank may wait for another: model.module is the model without DDP.
-    share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
     # images. Evaluate with rank 0's, which are saved.
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in (test_set[indices] for indices in share.split(1000)):
-        answers = model.module(images.to(device)).argmax(dim=1)
+    # 1000 images at a time: choose fewer if yours need much memory.
+    for images, labels in batches_of(test_set, BatchSampler(share, 1000, drop_last=False)):
+        answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
     model.train()
     dist.all_reduce(correct)  # sum, then divide: a mean of means is wrong when shares differ
@@ -263,6 +272,11 @@ def save(state, path):
         if os.path.exists(temporary):
             os.remove(temporary)
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", status=1)
+
+
+def batch_loss(model, images, labels):
+    """Return the mean loss over the images: DDP takes the mean over the ranks, not the sum."""
+    return cross_entropy(model(images), labels)  # your loss
 
 
 class Net(nn.Module):
@@ -306,6 +320,32 @@ def generate_data(count):
     rows, columns = torch.randint(7, (2, count), generator=generator)
     noise = torch.rand(count, 28, 28, generator=generator)
     return (45 * windows[labels, rows, columns] + 210 * noise).byte(), labels
+
+
+def check_items(train_set, test_set):
+    """Stop unless both sets have items, and these are pairs of an image and a label."""
+    for name, dataset in ("training", train_set), ("test", test_set):
+        if len(dataset) == 0:
+            stop(f"the {name} set is empty", status=1)
+        item = dataset[0]
+        try:
+            images, labels = torch.utils.data.default_collate([item])  # as a DataLoader does
+        except (TypeError, ValueError):
+            images = labels = None
+        if not (torch.is_tensor(images) and torch.is_tensor(labels)):
+            found = [type(part).__name__ for part in (item if isinstance(item, tuple) else [item])]
+            stop(f"an item of the {name} set must be a tensor and a number, and is {found}: a set"
+                 " of torchvision needs transform=transforms.ToTensor()", status=1)
+
+
+
+def batches_of(dataset, lists):
+    """Return a DataLoader that yields a batch, (images, labels), for each list of indices."""
+    if isinstance(dataset, TensorDataset):  # it can read a whole list at once: dataset[indices]
+        return DataLoader(dataset, batch_size=None, sampler=lists)
+    # Any other Dataset is read item by item, in two more processes for each rank. They draw other
+    # random numbers (say, to augment images) in each epoch, and on each rank: seed_all.
+    return DataLoader(dataset, batch_sampler=lists, num_workers=2)
 
 
 # ---- Helpers that are no part of the lesson ----

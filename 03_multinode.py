@@ -24,8 +24,8 @@ machine has it on its disk. node1 must stay: without it, the others end, and you
 Before a long job, run launch/check_machines.py on each machine.
 New here: global and local rank (main, show_map), the same data on all machines (check_data), the
 newest snapshot of any machine (train, take_newest), machines that leave (train, train_epoch,
-ASK_EVERY); helpers save, first_on_its_disk, save_if_ours, mark, RemainingSampler, leave_on_sigterm,
-ignore_sigterm, explain, shares_store, name_the_stopped, stop, parse_args.
+ASK_EVERY); helpers save, first_on_its_disk, save_if_ours, mark, RemainingSampler, batches_of,
+leave_on_sigterm, ignore_sigterm, explain, shares_store, name_the_stopped, stop, parse_args.
 The rest is as in 02_torchrun_elastic.py. Next: 04_collectives.py, what DDP is made of.
 """
 
@@ -39,6 +39,7 @@ import io
 import itertools
 import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -48,6 +49,7 @@ import uuid
 import zipfile
 from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
@@ -135,10 +137,11 @@ def show_map(device):
 
 def train(device, args):
     # New in 03: train returns whether the job is finished. It ends early if a rank has to leave.
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    train_set, test_set, source = load_data(args.data_dir)  # your data
+    train_set, test_set, source = load_data(args.data_dir)  # your data: any map-style Dataset
+    check_items(train_set, test_set)  # whatever they are: the loop needs images and labels
     # New in 03: the sampler can begin in the middle of an epoch.
     sampler = RemainingSampler(train_set, seed=SEED, drop_last=True)
     # New in 03: each machine reads its own disk, so compare what they have read.
@@ -148,19 +151,12 @@ def train(device, args):
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
-    # The sampler yields lists of indices. The set reads a whole list at once: train_set[indices].
-    # New in 03: if you have loader workers (num_workers), SIGTERM must not end them before their
-    # rank. Add multiprocessing_context="fork": Python 3.14 would start them by another process.
-    loader = DataLoader(
-        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True),
-        worker_init_fn=ignore_sigterm)
+    loader = batches_of(train_set, BatchSampler(sampler, share, drop_last=True))
     log(f"data: {len(train_set)} + {len(test_set)} {source}")
     batch = f"{world_size} ranks x {share} images"
     log(f"batch size {share * world_size}: {batch}")
 
-    # With dropout in your model, seed again before each step in train_epoch, step being its number:
-    # torch.manual_seed(SEED + step * world_size + rank)
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # every run starts from the same weights
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -187,7 +183,7 @@ def train(device, args):
     # Inside loss.backward(), it then collects gradients in buckets of some MB, and replaces each
     # bucket by its mean over all ranks as soon as it is full. So all ranks take the same step.
     model = DDP(model, gradient_as_bucket_view=True)
-    settle_buckets(model, next(iter(loader))[0].to(device))
+    settle_buckets(model, torch.utils.data.default_collate([test_set[0]])[0].to(device))
 
     # New in 03: save on each disk. "Saved" means on all of them; only after that may a rank leave.
     written_by = gathered(uuid.uuid4().hex)[0]  # a name for this attempt
@@ -215,8 +211,10 @@ def train(device, args):
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
         # New in 03: the first epoch may have begun before a restart. If a rank has to leave, all do
-        # so after the same step, and the snapshot says how far the epoch has come.
+        # so after the same step, and the snapshot says how far the epoch has come. Its rest draws
+        # other random numbers than without the pause, but not those of its first part.
         sampler.done = images_done if epoch == first_epoch else 0
+        seed_all(SEED + (epoch * len(train_set) + sampler.done) * world_size + rank)
         to_train = len(loader) * share * world_size
         loss, speed, trained = train_epoch(model, loader, optimizer, device, asked_to_leave)
         if trained < to_train:
@@ -250,7 +248,14 @@ def check_data(train_set, source):
     # Global rank 0 is on one machine only. All ranks must call gathered: keep it out of the "if".
     mine = None
     if os.environ["LOCAL_RANK"] == "0":
-        data = b"".join(tensor.numpy().tobytes() for tensor in train_set.tensors)
+        if isinstance(train_set, TensorDataset):
+            tensors = train_set.tensors
+        else:  # of a Dataset that reads one item at a time, compare ten
+            seed_all(SEED)
+            tenth = math.ceil(len(train_set) / 10)
+            items = [train_set[i] for i in range(0, len(train_set), tenth)]
+            tensors = torch.utils.data.default_collate(items)
+        data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
         digest = hashlib.sha256(data).hexdigest()[:12]
         mine = f"{len(train_set)} {source}, sha256 {digest}", socket.gethostname()
     machines = dict(pair for pair in gathered(mine) if pair)  # {data: a machine that has it}
@@ -334,6 +339,13 @@ def check_replicas(model):
 # ---- What any training script needs: an epoch, the evaluation, saving, the model, the data ----
 
 
+def seed_all(seed):
+    """Seed all that your model and your data may draw random numbers from."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
+
+
 # New in 03: it ends early when a rank has to leave, and says how many images it has trained on.
 def train_epoch(model, batches, optimizer, device, asked_to_leave):
     """Train on this rank's batches; return (mean loss, images per second, images), of all ranks."""
@@ -349,7 +361,7 @@ def train_epoch(model, batches, optimizer, device, asked_to_leave):
         # the GPU only if the batch is in pinned memory.)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)  # your loss
+        loss = batch_loss(model, images, labels)
         loss.backward()  # the ranks meet here: DDP averages the gradients
         optimizer.step()  # no exchange here: every rank takes the same step
         loss_sum += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
@@ -365,15 +377,16 @@ def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Every image counts once over all ranks."""
     # DistributedSampler would repeat images to give every rank equally many. Here the shares may
     # differ by one, so no rank may wait for another: model.module is the model without DDP.
-    share = torch.arange(dist.get_rank(), len(test_set), dist.get_world_size())
+    share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
     # images. Evaluate with rank 0's, which are saved.
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in (test_set[indices] for indices in share.split(1000)):
-        answers = model.module(images.to(device)).argmax(dim=1)
+    # 1000 images at a time: choose fewer if yours need much memory.
+    for images, labels in batches_of(test_set, BatchSampler(share, 1000, drop_last=False)):
+        answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
     model.train()
     dist.all_reduce(correct)  # sum, then divide: a mean of means is wrong when shares differ
@@ -394,6 +407,11 @@ def save(state, path):
         if os.path.exists(temporary):
             os.remove(temporary)
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", status=1)
+
+
+def batch_loss(model, images, labels):
+    """Return the mean loss over the images: DDP takes the mean over the ranks, not the sum."""
+    return cross_entropy(model(images), labels)  # your loss
 
 
 class Net(nn.Module):
@@ -437,6 +455,35 @@ def generate_data(count):
     rows, columns = torch.randint(7, (2, count), generator=generator)
     noise = torch.rand(count, 28, 28, generator=generator)
     return (45 * windows[labels, rows, columns] + 210 * noise).byte(), labels
+
+
+def check_items(train_set, test_set):
+    """Stop unless both sets have items, and these are pairs of an image and a label."""
+    for name, dataset in ("training", train_set), ("test", test_set):
+        if len(dataset) == 0:
+            stop(f"the {name} set is empty", status=1)
+        item = dataset[0]
+        try:
+            images, labels = torch.utils.data.default_collate([item])  # as a DataLoader does
+        except (TypeError, ValueError):
+            images = labels = None
+        if not (torch.is_tensor(images) and torch.is_tensor(labels)):
+            found = [type(part).__name__ for part in (item if isinstance(item, tuple) else [item])]
+            stop(f"an item of the {name} set must be a tensor and a number, and is {found}: a set"
+                 " of torchvision needs transform=transforms.ToTensor()", status=1)
+
+
+
+def batches_of(dataset, lists):
+    """Return a DataLoader that yields a batch, (images, labels), for each list of indices."""
+    if isinstance(dataset, TensorDataset):  # it can read a whole list at once: dataset[indices]
+        return DataLoader(dataset, batch_size=None, sampler=lists)
+    # Any other Dataset is read item by item, in two more processes for each rank. They draw other
+    # random numbers (say, to augment images) in each epoch, and on each rank: seed_all.
+    # New in 03: SIGTERM must not end them before their rank. (Python 3.14 would start them by
+    # another process, which SIGTERM ends.)
+    return DataLoader(dataset, batch_sampler=lists, num_workers=2, worker_init_fn=ignore_sigterm,
+                      multiprocessing_context="fork")
 
 
 # ---- Helpers that are no part of the lesson ----
@@ -613,8 +660,17 @@ def leave_on_sigterm():
 
 # New in 03: for the loader.
 def ignore_sigterm(worker):
-    """What a loader's worker calls first. Otherwise torchrun ends it, and its end ends the rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """What a loader's worker calls first: only its rank ends it, not torchrun's signal to all."""
+    # A worker that ended before its rank would end that, too. One that ignored the rank's SIGTERM
+    # would keep it from ending, after an error.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def watch():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # New in 03: for show_map and explain.

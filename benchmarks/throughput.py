@@ -67,8 +67,7 @@ def new_model(device, ddp=True, variant=None):
 def loader_of_02(train_set, share):
     """The loader of 02."""
     sampler = DistributedSampler(train_set, drop_last=True)
-    return DataLoader(
-        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
+    return SCRIPT.batches_of(train_set, BatchSampler(sampler, share, drop_last=True))
 
 
 def customary_loader(folder, share, workers, device):

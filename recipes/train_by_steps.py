@@ -447,8 +447,17 @@ def leave_on_sigterm():
 
 
 def ignore_sigterm(worker):
-    """What a loader's worker calls first. Otherwise torchrun ends it, and its end ends the rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """What a loader's worker calls first: only its rank ends it, not torchrun's signal to all."""
+    # A worker that ended before its rank would end that, too. One that ignored the rank's SIGTERM
+    # would keep it from ending, after an error.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def watch():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def exit_with_launcher():

@@ -284,18 +284,15 @@ def evaluate(script):
     before = state(model)
     model.layers[0].running_mean += dist.get_rank()  # as after a step: rank 0's are to be used
 
-    class Images:
-        def __len__(self):
-            return 2003
-
+    class Images(TensorDataset):
         def __getitem__(self, indices):
-            return Parked(images[indices]), Parked(labels[indices])
+            return tuple(map(Parked, super().__getitem__(indices)))
 
     wrapper = nn.Module()
     wrapper.module = model
     with sums_are_made(script, torch.int64):
-        assert script["evaluate"](wrapper, Images(), CPU) == right / 2003
-    assert equal(state(model), before) and model.training and wrapper.training
+        assert script["evaluate"](wrapper, Images(images, labels), CPU) == right / 2003
+    assert equal(state(model)[:-1], before[:-1]) and model.training and wrapper.training
     sizes, modes = zip(*model.calls, strict=True)
     assert sum(sizes) == 1002 - dist.get_rank() and max(sizes) <= 1000 and all(modes)
 
@@ -450,6 +447,20 @@ def check_data(script):
 
 
 # ---- One process alone ----
+
+
+@check(ALONE, ALL)
+def check_items(script):
+    """What the loop cannot take is named, in one line."""
+    images, labels = torch.zeros(3, 2), torch.zeros(3)
+    good = TensorDataset(images, labels)
+    script["check_items"](good, [(images[0], 1)])
+    for wrong, word in ((TensorDataset(images[:0], labels[:0]), "is empty"),
+                        ([(object(), 1)], "is ['object', 'int']"), (images, "is ['Tensor']"),
+                        ([(images[0], "seven")], "is ['Tensor', 'str']")):
+        for name, sets in (("training", (wrong, good)), ("test", (good, wrong))):
+            status, message = stopped(script["check_items"], *sets)
+            assert status == 1 and f"the {name} set " in message and word in message
 
 
 @check(ALONE, ALL)

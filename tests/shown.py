@@ -24,6 +24,8 @@ PITFALLS = ROOT / "pitfalls/README.md"
 JOB = ROOT / "docs/how_a_job_starts.md"
 DOCUMENTS = [README, *sorted({*ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")})]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
+KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 24506 -- torchrun --standalone"
+             " --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 6 1")
 FOLDER = ROOT / "docs/transcripts"
 BLOCK = re.compile(
     r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -16,7 +16,7 @@ SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 OTHERS = [ROOT / "docs/transcripts/draw.py", ROOT / "tests/fault_campaign.py"]
-OTHERS += [ROOT / "launch/check_machines.py"]
+OTHERS += [ROOT / "launch/check_machines.py", ROOT / "launch/kill_test.py"]
 SHARED = {ROOT / f"benchmarks/{name}.py" for name in ("common", "launched", "machines")}
 OTHERS += sorted(set(ROOT.glob("benchmarks/*.py")) - SHARED)
 # Each script tells its own story there.
@@ -53,6 +53,7 @@ NOT_RUN = {
     "python docs/transcripts/draw.py --redraw": "test_readme.py does the same, and writes nothing",
     "torchrun --standalone --nproc-per-node=2 train.py": "test_one_to_many.py makes it and runs it",
     "python plain.py": "test_one_to_many.py makes it and runs it",
+    shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     "pytest": "this is it; .ci/run runs it",
     "pytest -m long --write-transcripts": "writes anew; without that option, .ci/run runs it",
     "pytest -m long": ".ci/run runs it",
@@ -216,7 +217,8 @@ def test_a_command_that_is_shown(tmp_path, command, request):
 
 def test_every_command_of_the_documents_has_a_transcript():
     run_here = {c for c in set(SHOWN) - set(NOT_RUN) if any(f.endswith(".md") for f in SHOWN[c])}
-    assert MAIN_JOB in run_here and set(TRANSCRIPTS.values()) - {shown.LAB_STORY} == run_here
+    assert MAIN_JOB in run_here and (
+        set(TRANSCRIPTS.values()) - {shown.LAB_STORY, shown.KILL_TEST} == run_here)
     assert len(set(TRANSCRIPTS.values())) == len(TRANSCRIPTS)
     for path in SCRIPTS:
         assert any(f" {path.name}" in command for command in run_here), path.name
@@ -234,7 +236,7 @@ def test_the_output_in_the_documents_is_that_of_the_transcripts():
             for line in block.splitlines():
                 assert line in rest, f"not in {name}, or not in this order: {line}"
     assert Counter(showing) == {"README.md": 1, "docs/how_a_job_starts.md": 1,
-                                "launch/README.md": 3, "pitfalls/README.md": 1,
+                                "launch/README.md": 4, "pitfalls/README.md": 1,
                                 "recipes/README.md": 1}  # fmt: skip
 
 

@@ -1,0 +1,421 @@
+"""Kill your own training script at random moments: does it still end with the same result?
+
+Try this before a long job. The script may be any that torchrun (or python) starts:
+
+    python launch/kill_test.py --rounds 3 --seed 24506 -- torchrun --standalone \
+        --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 6 1
+
+    undisturbed: 21.7 s, sha256 c20660cd6918
+    round 1: equal; kills 1, starts 1, 30.9 s
+       15.0 s  rank 1 killed after: [rank 0/2] epoch 3/6 | loss 0.1080 | accuracy 0.9717 | 43...
+               [rank 0/2] attempt 1: resumed from snapshot.pt at epoch 4
+    ...
+    round 3: equal; kills 1, starts 2, 31.7 s
+       16.6 s  launcher killed after: [rank 0/2] epoch 4/6 | loss 0.0690 | accuracy 0.9795 | 40...
+               [rank 0/2] attempt 0: resumed from snapshot.pt at epoch 5
+    3 of 3 rounds ended equal; killed: launcher 1, rank 3
+
+The command runs once undisturbed. Then come the rounds. In each, SIGKILL hits one to three victims:
+a rank (a process of the job), a worker (a child of a rank, such as a DataLoader's), or the launcher
+(torchrun). The line below a victim is the next one with "resum" (--resumed). If the command fails,
+it is started again, as an operator or Slurm would. A round fails if it ends with another result,
+hangs (--limit), or leaves processes behind. Its folder is kept then, and the exit status is 1.
+
+What your script needs: it saves to a relative path, and goes on from there. (Each round has a
+folder of its own, with copies of the files that the command names. Give data by absolute paths.)
+It prints a checksum of its weights at the end, "sha256 ..." or what --line matches. Or it leaves a
+file for torch.load(): with --file snapshot.pt, all tensors and values in it must be equal.
+
+Not tested: power cuts, and several machines. Not tried: GPUs.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+KINDS = ("rank", "worker", "launcher")
+SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
+LOG_LINE = r"[IWE]\d{4} \d\d:\d\d:\d\d"  # of torchrun, not of the script
+PAUSE = 0.05  # seconds between two looks at the processes
+DRAWS = 5  # so often may a round end before its first kill
+
+
+def main():
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that each "finally" runs
+    base, keep = tempfile.mkdtemp(prefix="kill_test_"), args.keep
+    try:
+        print(f"{args.rounds} rounds, drawn with --seed {args.seed}", flush=True)
+        reference = play(args, f"{base}/undisturbed", limit=args.limit or math.inf)
+        # Not a child that lives for a moment: a kill would wait for it in vain.
+        reference.seen = {kind: (first, last) for kind, (first, last) in reference.seen.items()
+                          if last - first > reference.seconds / 10}
+        result = result_of_reference(args, reference)
+        print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
+        runs = []
+        for number in tqdm(range(1, args.rounds + 1), disable=None, leave=False, unit="round"):
+            run = play_round(args, number, f"{base}/round{number}", reference)
+            runs.append(run)
+            tqdm.write("\n".join(describe(args, number, run)))
+            sys.stdout.flush()
+            keep = keep or bool(run.failure)
+            if not (run.failure or args.keep):
+                shutil.rmtree(run.folder)
+        if any(run.failure.startswith("not equal") for run in runs):
+            again = play(args, f"{base}/undisturbed_again")
+            if again.failure or difference(args, reference, again):
+                print("note: two undisturbed runs differ, too. First seed all that is random")
+        equal, victims = 0, Counter()
+        for run in runs:
+            equal += not run.failure
+            victims.update(kill.kind for kill in run.kills)
+        print(f"{equal} of {len(runs)} rounds ended equal; killed:"
+              f" {', '.join(f'{kind} {count}' for kind, count in sorted(victims.items()))}")
+        sys.exit(equal < len(runs))
+    except KeyboardInterrupt:
+        stop("ended by Ctrl-C, with all that it had started", status=130)
+    finally:
+        if keep:
+            print(f"kept: {base}", flush=True)
+        else:
+            shutil.rmtree(base)
+
+
+@dataclass
+class Kill:
+    seconds: float  # since the start of the round: as planned, then as done
+    kind: str
+    which: float  # from 0 to 1: which one of that kind
+    name: str = ""
+    offset: int = 0  # how many bytes the command had printed
+
+
+@dataclass
+class Run:
+    """The command, run in a folder until it ended well, or failed."""
+
+    folder: str
+    kills: list[Kill] = field(default_factory=list)  # those that hit
+    starts: int = 0
+    seconds: float = 0.0
+    failure: str = ""
+    seen: dict = field(default_factory=dict)  # {kind of process: [first, last seconds]}
+
+    def lines(self, start=0, end=None):
+        """The lines that the script printed, from byte start to byte end."""
+        with open(f"{self.folder}/output.txt", "rb") as file:
+            text = file.read()[start:end].decode(errors="replace")
+        lines = re.split(r"[\r\n]+", text)  # a progress bar prints \r
+        return [line for line in lines if line.strip() and not re.match(LOG_LINE, line)]
+
+
+def play(args, folder, plan=(), limit=math.inf, starts=1):
+    """Start the command in a new folder until its status is 0, and kill as planned."""
+    run, waiting = Run(folder), sorted(plan, key=lambda kill: kill.seconds)
+    for name in ["work/", "tmp/", *(f"work/{name}" for name in args.copies)]:
+        os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
+    for name in args.copies:
+        shutil.copy(name, f"{folder}/work/{name}")
+    mark = f"KILL_TEST={uuid.uuid4().hex}"  # all that descends from the command inherits it
+    # Unbuffered: the last line printed is the last that the script has come to. TMPDIR: what killed
+    # processes leave in /tmp goes with the folder.
+    env = {**os.environ, **dict([mark.split("=")]), "PYTHONUNBUFFERED": "1",
+           "TMPDIR": f"{folder}/tmp"}
+    process, begin = None, time.monotonic()
+    try:
+        with open(f"{folder}/output.txt", "ab") as output:
+            while not run.failure and (run.starts == 0 or process.returncode != 0):
+                run.starts += 1
+                process = subprocess.Popen(  # in a session of its own: Ctrl-C must not reach it
+                    args.command, cwd=f"{folder}/work", env=env, stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+                while process.poll() is None and not run.failure:
+                    run.seconds = time.monotonic() - begin
+                    if run.seconds > limit:
+                        run.failure = f"hung: no end in {limit:.0f} s"
+                    elif not plan:
+                        for kind in find_victims(mark, process.pid):
+                            run.seen.setdefault(kind, [run.seconds, 0])[1] = run.seconds
+                    elif (waiting and run.seconds >= waiting[0].seconds
+                          and strike(run, waiting[0], find_victims(mark, process.pid))):
+                        run.kills.append(waiting.pop(0))
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(PAUSE)
+                run.failure = run.failure or wait_for_orphans(mark, args.patience)
+                if process.returncode and run.starts == starts:
+                    run.failure = (run.failure
+                                   or f"status {process.returncode} at the last of {starts} starts")
+    except OSError as error:
+        stop(f"cannot start the command: {error}")
+    finally:
+        end(mark, process)
+    run.seconds = time.monotonic() - begin
+    return run
+
+
+def play_round(args, number, folder, reference):
+    """Draw kills and play them, until one has hit; then compare the result."""
+    for draw in range(DRAWS):
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that no kill has hit
+        draws = random.Random(f"{args.seed}/{number}/{draw}")
+        plan = draw_kills(args, draws, reference, 0.7**draw)  # each time earlier
+        run = play(args, folder, plan, args.limit or 10 * reference.seconds + 60, args.starts)
+        if run.failure:
+            return run
+        if run.kills:
+            if differs := difference(args, reference, run):
+                run.failure = f"not equal: {differs}"
+            return run
+    run.failure = ("it ended before the kill, each time. Does it go on from a file at an absolute"
+                   " path, which all rounds share?")
+    return run
+
+
+def draw_kills(args, draws, reference, part):
+    """Draw who is killed and when: at a moment at which the undisturbed run had such a process."""
+    kinds = [kind for kind in args.victims if kind in reference.seen]
+    kills = []
+    for _ in range(draws.randint(1, args.kills)):
+        kind = draws.choice(kinds)
+        first, last = reference.seen[kind]
+        kills.append(Kill(first + part * draws.random() * (last - first), kind, draws.random()))
+    return kills
+
+
+def strike(run, kill, victims):
+    """Send SIGKILL to one of the kind that was drawn. Return whether there was one."""
+    if not (those := victims[kill.kind]):
+        return False  # not now, between two starts, say
+    kill.name, pid = those[int(kill.which * len(those))]
+    kill.seconds, kill.offset = run.seconds, os.path.getsize(f"{run.folder}/output.txt")
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended
+        return False
+    return True
+
+
+def find_victims(mark, command):
+    """Return {kind: [(name, process id), ...]} of the command's processes."""
+    processes, found = family(mark), defaultdict(list)
+    launchers = {command, *(parent for parent, rank in processes.values() if rank
+                            and processes.get(parent, (0, rank))[1] is None)}
+    for pid, (parent, rank) in sorted(processes.items()):
+        if pid in launchers:
+            found["launcher"].append(("launcher", pid))
+        elif parent in processes:  # otherwise it is an orphan, about to end
+            name = f"rank {rank}" if rank else "the command"
+            if rank != processes[parent][1]:  # the launcher has given it this RANK
+                found["rank"].append((name, pid))
+            else:
+                found["worker"].append((f"worker of {name}", pid))
+    return found
+
+
+def family(mark):
+    """Return {process id: (that of its parent, RANK or None)} of all that carry the mark.
+
+    torchrun's ranks have sessions of their own, and orphans another parent: the mark finds them.
+    """
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                variables = file.read().decode(errors="replace").split("\0")
+            if mark in variables:
+                with open(f"/proc/{pid}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+                ranks = [text[5:] for text in variables if text.startswith("RANK=")]
+                found[int(pid)] = parent, ranks[0] if ranks else None
+    return found
+
+
+def wait_for_orphans(mark, patience):
+    """Wait until all processes have ended. Return a sentence if some do not."""
+    deadline = time.monotonic() + patience
+    while left := family(mark):
+        if time.monotonic() > deadline:
+            commands = []
+            for pid in left:
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+                    commands.append(f"{pid} ({clip(file.read().replace(chr(0), ' '))})")
+            return f"left behind after {patience} s: {', '.join(commands)}"
+        time.sleep(PAUSE)
+    return ""
+
+
+def end(mark, process):
+    """Kill what is left, by process ids."""
+    while left := family(mark):  # again, as one may have started another
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(PAUSE)
+    if process:
+        process.wait()
+
+
+def result_of_reference(args, reference):
+    """Return what all rounds must end with, in words. Stop if there is nothing to compare."""
+    lines = reference.lines()
+    if reference.failure:
+        why = [line for line in lines if "rror" in line] or lines or ["nothing"]
+        stop(f"the command fails undisturbed ({reference.failure}). It printed:"
+             f" {clip(why[-1], 200)}. In its new folder it finds its data by absolute paths only")
+    if not set(args.victims) & reference.seen.keys():
+        stop(f"none of --victims {' '.join(args.victims)} was seen, but only:"
+             f" {' '.join(reference.seen) or 'nothing, as it ended at once'}")
+    line = args.line and last_match(args.line, lines)
+    file = args.file and load(reference, args.file)
+    if args.line and not line:
+        stop(f"it prints nothing that matches {args.line!r}: let it print a checksum of its weights"
+             " at the end, or give --line REGEX, or --file with the snapshot that it leaves")
+    if isinstance(file, str):
+        stop(f"it {file}: give --file as a path in the working directory, of a file that"
+             " torch.load(weights_only=True) reads, or compare a printed line by --line")
+    return " and ".join(filter(None, (line, args.file)))
+
+
+def difference(args, reference, run):
+    """Return in what the result of a run differs from the undisturbed one, or ""."""
+    if args.line:
+        found = last_match(args.line, run.lines())
+        if found != last_match(args.line, reference.lines()):
+            return clip(found, 40) if found else f"nothing printed matches {args.line!r}"
+    if args.file:
+        if isinstance(file := load(run, args.file), str):
+            return f"it {file}"
+        return first_difference(load(reference, args.file)[0], file[0], args.file)
+    return ""
+
+
+def last_match(regex, lines):
+    return next((found[0] for line in reversed(lines) if (found := re.search(regex, line))), None)
+
+
+def load(run, name):
+    """Return [content of the file], or a sentence if there is none."""
+    import torch  # takes seconds, and --line does without
+
+    try:
+        return [torch.load(f"{run.folder}/work/{name}", weights_only=True, map_location="cpu")]
+    except FileNotFoundError:
+        return f"left no {name}"
+    except Exception as error:  # of many types
+        return f"left a {name} that cannot be loaded ({clip(str(error))})"
+
+
+def first_difference(one, other, key):
+    """Return where the second value first differs from the first, and by how much, or ""."""
+    import torch
+
+    if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
+        one, other = (dict(value if isinstance(value, dict) else enumerate(value))
+                      for value in (one, other))
+        if odd := [k for k in [*one, *other] if k not in one or k not in other]:
+            return f"{key}[{odd[0]!r}] is {'missing' if odd[0] in one else 'new'}"
+        differences = (first_difference(one[k], other[k], f"{key}[{k!r}]") for k in one)
+        return next(filter(None, differences), "")
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if (one.dtype, one.shape) == (other.dtype, other.shape):
+            if one.is_floating_point():
+                one, other = one.double(), other.double()  # exact; 8 bits know no ==
+            differ = (one != other) & ~(one.isnan() & other.isnan())
+            if not differ.any():
+                return ""
+            largest = (one[differ].cdouble() - other[differ].cdouble()).abs().max()
+            return f"{key} differs by {largest:.2g}, in {differ.sum()} of {differ.numel()} numbers"
+        one, other = (f"{value.dtype} {list(value.shape)}" for value in (one, other))
+    same = type(one) is type(other) and (one == other or repr(one) == repr(other))  # nan, say
+    return "" if same else f"{key} is {clip(str(other))}, not {clip(str(one))}"
+
+
+def describe(args, number, run):
+    """Return the lines about a round."""
+    yield (f"round {number}: {run.failure or 'equal'}; kills {len(run.kills)},"
+           f" starts {run.starts}, {run.seconds:.1f} s")
+    for kill, until in zip(run.kills, [k.offset for k in run.kills[1:]] + [None], strict=True):
+        last = run.lines(0, kill.offset)[-1:] or ["nothing"]
+        yield f"{kill.seconds:7.1f} s  {kill.name} killed after: {clip(last[0])}"
+        after = [line for line in run.lines(kill.offset, until) if re.search(args.resumed, line)]
+        yield from (f"{'':11}{clip(line, 85)}" for line in after[:1])
+    if run.failure:
+        yield f"{'':11}what it printed: {run.folder}/output.txt"
+
+
+# ---- Helpers that are no part of the lesson ----
+
+
+def clip(text, width=60):
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def stop(message, status=2):
+    """End this process with one line and no traceback: for what the caller can mend."""
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def regex(text):
+    try:
+        return re.compile(text).pattern
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
+                                     description=__doc__.partition("\n")[0])
+    parser.error = stop
+    for name, default, text in (
+            ("rounds", 10, "how many"),
+            ("kills", 3, "at most so many in a round"),
+            ("starts", 8, "start the command at most so often in a round"),
+            ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
+            ("patience", 30, "seconds in which all must end once the launcher has ended"),
+            ("limit", None, "seconds for a round; default: 60 and 10 times the undisturbed run")):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--victims", nargs="+", choices=KINDS, default=KINDS, help="default: all")
+    parser.add_argument("--line", type=regex, help="compare the last text printed that matches this"
+                        " regular expression (without --file: a sha256)")
+    parser.add_argument("--file", help="compare this file of torch.save(), tensor by tensor")
+    parser.add_argument("--resumed", type=regex, default="(?i)resum",
+                        help="a regular expression for the line with which the script goes on")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of all rounds")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, command = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    if not command:
+        stop("the command is missing. For example: python launch/kill_test.py --rounds 10 --"
+             " torchrun --standalone --nproc-per-node=2 --max-restarts=3 your_script.py")
+    if min(n for n in (args.rounds, args.kills, args.starts, args.limit) if n is not None) < 1:
+        stop("--rounds, --kills, --starts and --limit must be 1 or more")
+    if not os.path.exists("/proc/self/environ"):
+        stop("it finds processes by /proc: it needs Linux", status=1)
+    args.line = args.line or (None if args.file else SHA256)
+    args.copies, args.command = [], []
+    for word in command:
+        if os.path.isfile(word) and (word.endswith(".py") or os.access(word, os.X_OK)):
+            word = os.path.abspath(word)  # not copied: it may import what lies beside it
+        elif os.path.isfile(word) and word != args.file and not word.startswith(("/", "..")):
+            args.copies.append(word)  # the command may write to it: each round has its own
+        args.command.append(word)
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""launch/kill_test.py finds what a kill can cost, and lets a script pass that loses nothing."""
+
+import argparse
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import signal
+
+import pytest
+import shown
+import torch
+from support import (
+    ACTIVE,
+    PYTHON,
+    ROOT,
+    assert_nothing_left,
+    end,
+    family,
+    read_until,
+    run,
+    start,
+    wait_until,
+)
+
+KILL_TEST = ROOT / "launch/kill_test.py"
+# A launcher with two ranks, one with a worker. Without torch, all start in a tenth of a second.
+# Rank 0 saves each of 40 steps. The launcher starts both ranks again when one has failed.
+JOB = """
+import hashlib, json, os, subprocess, sys, time
+path, how, sleeper = "state.json", sys.argv[1], None
+if "RANK" in os.environ:
+    if os.environ["RANK"] == "1":  # its worker ends with it, by the pipe
+        work = "import sys; print('worker starts'); sys.stdin.read(); print('worker ends')"
+        subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE)
+    step, state = json.load(open(path)) if os.path.exists(path) else (0, "")
+    print(f"resumed at step {step}" if step else "starts at step 0")
+    time.sleep(600 if how == "hangs" and os.environ["ATTEMPT"] != "0" else 0)
+    while step < 40:
+        time.sleep(0.02)
+        step, state = step + 1, hashlib.sha256(f"{state} {step}".encode()).hexdigest()
+        if os.environ["RANK"] == "0":
+            with open("new", "w") as file:
+                json.dump([step - (how == "repeats"), state], file)
+            os.replace("new", path)
+    if os.environ["RANK"] == "0":
+        print("the end" if how == "silent" else f"the end, sha256 {state}")
+    sys.exit(how == "fails")
+if how == "leaves":
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+for attempt in range(9 if how != "fails" else 1):
+    env = {**os.environ, "ATTEMPT": str(attempt)}
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**env, "RANK": r}) for r in "01"]
+    while {None} <= {rank.poll() for rank in ranks} <= {None, 0}:
+        time.sleep(0.01)
+    if failed := any(rank.poll() for rank in ranks):
+        for rank in ranks:
+            rank.kill(), rank.wait()
+    else:
+        break
+if sleeper:
+    sleeper.kill()
+sys.exit(failed)
+"""
+
+
+def kill_test(folder, *options, how="survives", timeout=120):
+    (folder / "job.py").write_text(JOB)
+    env = {**ACTIVE, "TMPDIR": str(folder)}  # for what is kept
+    return run(PYTHON, KILL_TEST, *options, "--", PYTHON, "job.py", how, cwd=folder, env=env,
+               timeout=timeout)  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "how", "error"), [
+    (["--rounds", "0"], "survives", "--rounds, --kills, --starts and --limit must be 1 or more"),
+    (["--line", "("], "survives", r"argument --line: '\(' is no regular expression: .*"),
+    ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It .*"),
+    ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights .*"),
+    (["--file", "a.pt"], "survives", "it left no a.pt: give --file as a path in the working .*"),
+])  # fmt: skip
+def test_wrong_calls(tmp_path, options, how, error):
+    result = kill_test(tmp_path, *options, how=how)
+    assert result.status == 2, result.output
+    assert re.fullmatch(f"kill_test.py: error: {error}", result.output.splitlines()[-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["--", "no_such_command"]], ids=str)
+def test_no_command(tmp_path, words):
+    result = run(PYTHON, KILL_TEST, *words, cwd=tmp_path)
+    assert result.status == 2 and "Traceback" not in result.output
+    assert re.search("error: (the command is missing|cannot start the command)", result.output)
+
+
+def test_a_script_that_survives(tmp_path):
+    """Each victim is really killed, as the victims' own lines show."""
+    result = kill_test(tmp_path, "--rounds", 3, "--kills", 1, "--seed", 355, "--keep")
+    assert result.status == 0, result.output
+    *_, last, kept = result.output.splitlines()
+    assert last == "3 of 3 rounds ended equal; killed: launcher 1, rank 1, worker 1"
+    rounds = re.findall(r"^round \d: equal; kills 1, starts (\d),.*\n +[\d.]+ s  (\w+).* killed"
+                        r" after: .*(?:\n {11}(resumed at step \d+))?", result.output, re.MULTILINE)
+    for number, (starts, victim, resumed) in enumerate(rounds, 1):
+        text = pathlib.Path(kept[6:], f"round{number}/output.txt").read_text()
+        killed_worker = text.count("worker starts") > text.count("worker ends")
+        assert killed_worker == (victim == "worker"), text
+        assert text.count(" at step ") == (2 if killed_worker else 4), text
+        assert (starts, resumed in text) == ("2" if victim == "launcher" else "1", True)
+        assert bool(resumed) == (not killed_worker)
+    assert len(rounds) == 3
+
+
+@pytest.mark.parametrize(("how", "options", "failure"), [
+    ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f]+\.\.\."),
+    ("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s"),
+    ("leaves", ["--victims", "launcher", "--patience", "2"],
+     r"left behind after 2 s: \d+ \(sleep 600 ?\)"),
+])  # fmt: skip
+def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
+    result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", 355, *options, how=how)
+    assert result.status == 1, result.output
+    assert re.search(rf"\nround 1: {failure}; kills \d", result.output), result.output
+    assert "\n0 of 1 rounds ended equal; killed: " in result.output
+    assert "two undisturbed runs differ" not in result.output
+    path = re.search("what it printed: (.+)", result.output)[1]
+    assert " at step " in pathlib.Path(path).read_text()
+
+
+def test_ctrl_c_ends_all_processes(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    command = [PYTHON, KILL_TEST, "--", PYTHON, "job.py", "survives"]
+    process = start(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+    try:
+        read_until(process, "undisturbed: ")
+        wait_until(lambda: len(family(process)) == 4, "the launcher, its ranks and a worker")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130 and "ended by Ctrl-C" in output, output
+        assert_nothing_left(process, patience=0)
+        assert os.listdir(tmp_path) == ["job.py"]
+    finally:
+        end(process)
+
+
+# ---- The file of torch.save() ----
+
+SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "epoch": [3, (4,)]}
+
+
+@pytest.mark.parametrize(("change", "difference"), [
+    ({}, ""),
+    ({"weight": torch.tensor([1.5, float("nan")])},
+     "a.pt['weight'] differs by 0.5, in 1 of 2 numbers"),
+    ({"weight": torch.tensor([1, 2])},
+     "a.pt['weight'] is torch.int64 [2], not torch.float32 [2]"),
+    ({"weight": torch.ones(1)}, "a.pt['weight'] is torch.float32 [1], not torch.float32 [2]"),
+    ({"epoch": [3, (5,)]}, "a.pt['epoch'][1][0] is 5, not 4"),
+    ({"epoch": [3]}, "a.pt['epoch'][1] is missing"),
+    ({"more": True}, "a.pt['more'] is new"),
+    ({"rate": 1}, "a.pt['rate'] is 1, not nan"),
+])  # fmt: skip
+def test_files_are_compared_by_their_content(tmp_path, change, difference):
+    module = runpy.run_path(str(KILL_TEST))
+    runs = [module["Run"](str(tmp_path / name)) for name in ("undisturbed", "round")]
+    files = [pathlib.Path(run_.folder, "work/a.pt") for run_ in runs]
+    for path, content, name in zip(files, (SNAPSHOT, SNAPSHOT | change), "ab", strict=True):
+        path.parent.mkdir(parents=True)
+        torch.save(content, path.with_name(name))  # which the archive holds
+        path.with_name(name).rename(path)
+    assert files[0].read_bytes() != files[1].read_bytes()
+    args = argparse.Namespace(line=None, file="a.pt")
+    assert module["difference"](args, *runs) == difference
+
+
+# ---- Real jobs ----
+
+# It writes the file in place, forgets the optimizer, and repeats the epoch that it has saved.
+LOSES = """
+import hashlib, os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+net = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+first = 0
+if os.path.exists("snapshot.pt"):
+    snapshot = torch.load("snapshot.pt")
+    model.load_state_dict(snapshot["model"])
+    first = snapshot["epoch"]
+    print("resuming at epoch", first)
+for epoch in range(first, 60):
+    torch.manual_seed(epoch)
+    optimizer.zero_grad()
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.1)
+    if dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "epoch": epoch}, "snapshot.pt")
+print("sha256", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_the_command_of_the_page(request):
+    """02: no kill costs anything, and the page shows what the command printed."""
+    path = shown.FOLDER / "kill_test.txt"
+    command, before = shown.read(path)
+    result = run(*shlex.split(command), cwd=ROOT, env=ACTIVE, timeout=1200)
+    assert result.status == 0, result.output
+    lines = result.output.splitlines()
+    assert re.match(r"3 of 3 rounds ended equal; killed: ", lines[-1])
+    assert any(re.match(r" {11}\[rank 0/2\] attempt \d: resumed from", line) for line in lines)
+    if request.config.getoption("--write-transcripts"):
+        shown.write(path, command, lines)
+    assert shown.masked(before[:2]) == shown.masked(lines[:2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("script", "file"), [
+    ("02_torchrun_elastic.py 6 1", "snapshot.pt"),
+    ("recipes/train_by_steps.py 60 20", "train_by_steps.pt"),
+])  # fmt: skip
+def test_the_file_of_a_real_job(script, file):
+    command = f"torchrun --standalone --nproc-per-node=2 --max-restarts=3 {script}"
+    options = ["--rounds", 2, "--seed", 7, "--victims", "rank", "--line", r"sha256 \w+"]
+    result = run(PYTHON, KILL_TEST, *options, "--file", file, "--", *command.split(), cwd=ROOT,
+                 env=ACTIVE, timeout=1200)  # fmt: skip
+    assert result.status == 0, result.output
+    assert f" and {file}\n" in result.output and "\n2 of 2 rounds ended equal" in result.output
+
+
+@pytest.mark.long
+def test_a_job_that_loses_its_optimizer(tmp_path):
+    (tmp_path / "loses.py").write_text(LOSES)
+    # Otherwise restarted ranks look for the dead.
+    env = {**ACTIVE, "TMPDIR": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = "torchrun --standalone --nproc-per-node=2 --max-restarts=3 loses.py"
+    result = run(PYTHON, KILL_TEST, "--rounds", 3, "--seed", 7, "--victims", "rank", "--",
+                 *command.split(), cwd=tmp_path, env=env, timeout=1200)  # fmt: skip
+    assert result.status == 1, result.output
+    assert re.search(r"\nround \d: not equal: sha256 [0-9a-f]+\.\.\.; kills", result.output)
+    assert "two undisturbed runs differ" not in result.output

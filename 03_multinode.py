@@ -478,8 +478,8 @@ def batches_of(dataset, lists):
     """Return a DataLoader that yields a batch, (images, labels), for each list of indices."""
     if isinstance(dataset, TensorDataset):  # it can read a whole list at once: dataset[indices]
         return DataLoader(dataset, batch_size=None, sampler=lists)
-    # Any other Dataset is read item by item, in two more processes for each rank. They draw other
-    # random numbers (say, to augment images) in each epoch, and on each rank: seed_all.
+    # Any other Dataset is read item by item, by two more processes for each rank, which take the
+    # batches in turn. What they draw at random (say, to augment images) follows from seed_all.
     # New in 03: SIGTERM must not end them before their rank. (Python 3.14 would start them by
     # another process, which SIGTERM ends.)
     return DataLoader(dataset, batch_sampler=lists, num_workers=2, worker_init_fn=ignore_sigterm,

@@ -20,9 +20,9 @@ let one rank kill itself in epoch 3. torchrun ends the others and starts all aga
 Delete snapshot.pt again, and leave out --crash-epoch 3: the sha256 is the same (on a CPU, with the
 same number of ranks).
 New here: what torchrun tells a process (main), a snapshot to go on from (train, resume), the same
-result to the last bit (settle_buckets); helpers exit_with_launcher, warn_of_other_batches, lock,
-roll_call, crash_halfway, stop, parse_args. The rest is as in 01_single_node_multi_gpu.py. Next:
-03_multinode.py.
+result to the last bit (settle_buckets); helpers LAUNCHER, exit_with_launcher, lock, roll_call,
+warn_of_other_batches, crash_halfway, stop, parse_args. The rest is as in
+01_single_node_multi_gpu.py. Next: 03_multinode.py.
 """
 
 import argparse
@@ -41,6 +41,9 @@ import threading
 import time
 import zipfile
 from datetime import timedelta
+
+# New in 02: the process that started this one, as it may end while torch is being imported.
+LAUNCHER = os.getppid()
 
 import numpy
 import torch
@@ -130,7 +133,8 @@ def train(device, args):
     # bucket by its mean over all ranks as soon as it is full. So all ranks take the same step.
     model = DDP(model, gradient_as_bucket_view=True)
     # New in 02: one pass without a step, so that a resumed run adds up gradients in the same order.
-    settle_buckets(model, torch.utils.data.default_collate([test_set[0]])[0].to(device))
+    images, labels = torch.utils.data.default_collate([test_set[0]])
+    settle_buckets(model, images.to(device), labels.to(device))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     # New in 02: begin at first_epoch. No random state is in the snapshot: all that is random
@@ -183,12 +187,12 @@ def resume(path, model, optimizer):
 
 
 # New in 02: without it, a resumed run with three or more ranks has other last bits.
-def settle_buckets(model, images):
+def settle_buckets(model, images, labels):
     """Run DDP once without a step, so that a resumed run adds up gradients in the same order."""
     # DDP regroups its buckets once, after its first backward: in epoch 1, or, if resumed, in a
     # later one. That changes the order of additions and, with three ranks or more, the rounding.
     model.eval()  # this pass must not change a BatchNorm layer, or use up random numbers
-    model(images).sum().backward()
+    batch_loss(model, images, labels).backward()
     model.train()
     model.zero_grad()
 
@@ -244,8 +248,8 @@ def evaluate(model, test_set, device):
     # DistributedSampler would repeat images to give every rank equally many. Here the shares may
     # differ by one, so no rank may wait for another: model.module is the model without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
-    # images. Evaluate with rank 0's, which are saved.
+    # BatchNorm has buffers: each rank's running mean is of its own images. Give all ranks those of
+    # rank 0, which are saved. (The model below has no buffers.)
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -275,27 +279,27 @@ def save(state, path):
 
 
 def batch_loss(model, images, labels):
-    """Return the mean loss over the images: DDP takes the mean over the ranks, not the sum."""
+    """Your loss. Return its mean over the images: DDP takes the mean over the ranks."""
     return cross_entropy(model(images), labels)  # your loss
 
 
 class Net(nn.Module):
-    """A small CNN: images, uint8 (N, 28, 28), to logits, float32 (N, 10)."""
+    """Your model. This is a small CNN: images, uint8 (N, 28, 28), to logits, float32 (N, 10)."""
 
     def __init__(self):
         super().__init__()
-        # No ReLU, no max-pooling: there, a rounding error can switch a gradient on or off. Runs on
-        # 1, 2 and 4 ranks differ by rounding errors, and would soon drift apart.
+        # Yours may have ReLU and max-pooling. Here, runs on 1, 2 and 4 ranks are compared. They
+        # differ by rounding errors, which can switch a gradient on or off there.
         self.layers = nn.Sequential(
             nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 5, stride=2), nn.GELU(),
             nn.Flatten(), nn.Linear(512, 10))
 
     def forward(self, images):
-        return self.layers(images.unsqueeze(1).float() / 255)
+        return self.layers(images.unsqueeze(1).float() / 255)  # for bytes, from 0 to 255
 
 
 def load_data(folder):
-    """Return (training set, test set, where they come from): MNIST, or a generated stand-in."""
+    """Your data. Return (training set, test set, their name): MNIST, or generated images."""
     if not os.path.isdir(os.path.join(folder, "MNIST")):
         images, labels = generate_data(10240)
         sets = (images[:8192], labels[:8192]), (images[8192:], labels[8192:])
@@ -323,20 +327,21 @@ def generate_data(count):
 
 
 def check_items(train_set, test_set):
-    """Stop unless both sets have items, and these are pairs of an image and a label."""
+    """Stop unless both sets give pairs, an image and its label, of which a batch can be made."""
     for name, dataset in ("training", train_set), ("test", test_set):
         if len(dataset) == 0:
             stop(f"the {name} set is empty", status=1)
-        item = dataset[0]
+        items = [dataset[0], dataset[len(dataset) - 1]]
         try:
-            images, labels = torch.utils.data.default_collate([item])  # as a DataLoader does
-        except (TypeError, ValueError):
+            images, labels = torch.utils.data.default_collate(items)  # as a DataLoader does
+        except (TypeError, ValueError, RuntimeError):
             images = labels = None
-        if not (torch.is_tensor(images) and torch.is_tensor(labels)):
-            found = [type(part).__name__ for part in (item if isinstance(item, tuple) else [item])]
-            stop(f"an item of the {name} set must be a tensor and a number, and is {found}: a set"
-                 " of torchvision needs transform=transforms.ToTensor()", status=1)
-
+        pairs = isinstance(items[0], tuple | list)
+        if not (pairs and torch.is_tensor(images) and torch.is_tensor(labels)):
+            found = [[tuple(part.shape) if torch.is_tensor(part) else type(part).__name__
+                      for part in (item if pairs else [item])] for item in items]
+            stop(f"the {name} set must give tensors of one size, each with a number; its first and"
+                 f" last item are {found}. Has it a transform that makes such tensors?", status=1)
 
 
 def batches_of(dataset, lists):
@@ -354,12 +359,12 @@ def batches_of(dataset, lists):
 # New in 02: torchrun killed with SIGKILL cannot end its workers. They would go on training.
 def exit_with_launcher():
     """End this process when torchrun is gone."""
-    def watch(launcher):
-        while os.getppid() == launcher:
+    def watch():
+        while os.getppid() == LAUNCHER:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def pick_device(local_rank):

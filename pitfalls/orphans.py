@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 
+LAUNCHER = os.getppid()  # ask before you import torch: that takes seconds
+
 
 def broken():
     report_for_a_minute()  # the mistake: nothing ends this worker when torchrun cannot
@@ -35,12 +37,12 @@ def fixed():
 
 def exit_with_launcher():
     """End this process when torchrun is gone."""
-    def watch(launcher):
-        while os.getppid() == launcher:
+    def watch():
+        while os.getppid() == LAUNCHER:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def report_for_a_minute():

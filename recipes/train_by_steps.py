@@ -57,6 +57,8 @@ import zipfile
 from datetime import timedelta
 from pydoc_data.topics import topics
 
+LAUNCHER = os.getppid()  # asked now: importing torch takes seconds
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
@@ -462,12 +464,12 @@ def ignore_sigterm(worker):
 
 def exit_with_launcher():
     """End this process when torchrun is gone."""
-    def watch(launcher):
-        while os.getppid() == launcher:
+    def watch():
+        while os.getppid() == LAUNCHER:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def pick_device(local_rank):

@@ -266,6 +266,28 @@ def test_a_hang_ends_after_the_time_that_02_states(tmp_path, mnist_dir):
         end(job)
 
 
+def imports_torch(pid):
+    """Whether the process has begun to."""
+    with contextlib.suppress(OSError):
+        return "libtorch" in pathlib.Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [SCRIPT, MULTINODE, "recipes/train_by_steps.py"])
+def test_torchrun_killed_while_its_ranks_import_torch(tmp_path, script):
+    """They must not train on, nor wait for ten minutes for a store that is gone."""
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / script, 500, 500,
+                cwd=tmp_path, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # fmt: skip
+    try:
+        wait_until(lambda: sum(map(imports_torch, family(job))) == 2, "two ranks import torch")
+        job.kill()
+        job.wait()
+        assert_nothing_left(job, patience=60)  # importing takes a while on a busy machine
+    finally:
+        end(job)
+
+
 # ---- Two jobs ----
 
 

@@ -19,7 +19,7 @@ from support import ROOT
 SCRIPTS = {path.name[:2]: path.read_text() for path in sorted(ROOT.glob("0[1236]_*.py"))}
 EARLIER = {"02": "01", "03": "02"}
 STANDS_FOR = {"02": {"main": "worker"}}  # mp.spawn calls worker, torchrun calls main
-FIRST_DIVIDER = {"01": 200, "02": 210, "03": 340}
+FIRST_DIVIDER = {"01": 200, "02": 214, "03": 344}
 MARK = re.compile(r"# New in (\d\d): \S+( \S+)+")
 
 

@@ -304,7 +304,7 @@ def settle_buckets(script):
     wrapper = DDP(model)
     model.layers[2].weight.register_hook(passes.append)
     wrapper.register_comm_hook(None, mean_of_two(0, syncs))
-    script["settle_buckets"](wrapper, torch.rand(6, 4))
+    script["settle_buckets"](wrapper, torch.rand(6, 4), torch.arange(6) % 3)
     after = state(model)
     torch.set_rng_state(before[-1])
     torch.rand(6, 4)  # the images above
@@ -456,8 +456,9 @@ def check_items(script):
     good = TensorDataset(images, labels)
     script["check_items"](good, [(images[0], 1)])
     for wrong, word in ((TensorDataset(images[:0], labels[:0]), "is empty"),
-                        ([(object(), 1)], "is ['object', 'int']"), (images, "is ['Tensor']"),
-                        ([(images[0], "seven")], "is ['Tensor', 'str']")):
+                        ([(object(), 1)], "['object', 'int']"), (images, "are [[(2,)], [(2,)]]"),
+                        ([(images[0], "seven")], "[(2,), 'str']"),
+                        ([(images[0], 1), (images[0, :1], 1)], "[(2,), 'int'], [(1,), 'int']")):
         for name, sets in (("training", (wrong, good)), ("test", (good, wrong))):
             status, message = stopped(script["check_items"], *sets)
             assert status == 1 and f"the {name} set " in message and word in message

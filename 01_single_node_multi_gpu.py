@@ -23,8 +23,14 @@ compute on the whole batch, and that all replicas end up equal:
     ...
     [rank 0/2] 2 replicas are identical, sha256 11d74c37bfba
 
-With one GPU, this is a job of one process. CUDA_VISIBLE_DEVICES= in front gives two on the CPU.
-Next: 02_torchrun_elastic.py, which survives a crash.
+With one GPU, this is a job of one process. To see two, on the CPU, put CUDA_VISIBLE_DEVICES= before
+python. For your own training, change what is marked "your": the data (load_data: a Dataset with
+len() and [], of pairs: a tensor, and a tensor or a number), the loader (batches_of), the model, the
+loss, the optimizer, the metric (evaluate). If your items are no pairs, change train_epoch and
+evaluate, which take a batch apart, and delete check_items and check_gradients with their calls. For
+a stream (IterableDataset): recipes/stream.py.
+Next: 02_torchrun_elastic.py, which survives a crash. It has the same marks: for a job that lasts
+long, start from there.
 """
 
 import argparse
@@ -43,7 +49,7 @@ from datetime import timedelta
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # keep this: imported later, by DDP, it would keep the group open
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -52,7 +58,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from tqdm import tqdm
 
 SEED = 0
-TIMEOUT = timedelta(minutes=10)  # how long ranks wait for each other: longer than a save may take
+TIMEOUT = timedelta(minutes=10)  # how long ranks wait for each other: also while rank 0 saves
 
 
 def main():
@@ -79,13 +85,14 @@ def worker(rank, world_size, meeting_point, args):
     # every later collective: when one rank stops, the others fail, and do not wait for ever.
     dist.init_process_group(
         backend, init_method=meeting_point, rank=rank, world_size=world_size, timeout=TIMEOUT,
-        device_id=device if backend == "nccl" else None)  # NCCL wants to know its GPU
+        device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. First free what train has left. DDP's threads, if they still run when Python
-    # exits, abort one finished job in ten ("terminate called without an active exception"). Do not
-    # put this into a "finally": after an error on one rank, NCCL would hang here.
+    # Step 6: leave. train has returned, so gc.collect() can free the DDP model. Otherwise, DDP's
+    # threads may still run when Python exits, and abort one finished job in ten ("terminate called
+    # without an active exception"). Do not put these two lines into a "finally": after an error on
+    # one rank, NCCL would hang there.
     gc.collect()
     dist.destroy_process_group()
 
@@ -94,17 +101,23 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     log(f"pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
 
-    # Step 3: share the data. Every rank loads the whole set, and DistributedSampler picks its part:
-    # rank r gets the items r, r + world_size, ... of one shuffled list. All ranks must get the same
-    # number: one with more batches would wait for the others, and fail after TIMEOUT. So drop_last
-    # leaves out the remainder. (The default repeats some items.)
+    # Step 3: share the data. Every rank opens the whole set. (To download it first, see
+    # pitfalls/download_by_all.py.) DistributedSampler then picks this rank's part: rank r gets the
+    # items r, r + world_size, ... of one shuffled list. All ranks need the same number of batches:
+    # a rank with one more would wait for the others, and fail after TIMEOUT. So the sampler's
+    # drop_last leaves out what cannot be shared. (By default it repeats items. A sampler of your
+    # own, with weights, say: draw one list with the seed SEED + epoch on all ranks. Cut its length
+    # to a multiple of world_size. A rank takes list[rank::world_size].)
+    seed_all(SEED)  # if yours are split at random: all ranks, and all restarts, need the same sets
     train_set, test_set, source = load_data(args.data_dir)  # your data: any map-style Dataset
-    check_items(train_set, test_set)  # whatever they are: the loop needs images and labels
+    check_items(train_set, test_set)  # stops unless a batch is two tensors
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 
     # --batch-size counts the images of one step on all ranks together. So one learning rate works
-    # for any number of ranks. If it is not a multiple of that number, the step uses fewer: 63 of 64
-    # images on 3 ranks. To use exactly 64, see pitfalls/mean_of_unequal_shards.py.
+    # for any number of ranks. If that number does not divide the batch, the step uses fewer images:
+    # 63 of 64 on 3 ranks. To use exactly 64, see pitfalls/mean_of_unequal_shards.py. BatchSampler
+    # makes lists of this rank's indices, and replaces DataLoader's batch_size and shuffle. Its
+    # drop_last leaves out a last list that is shorter, as on one GPU.
     share = args.batch_size // world_size
     if not 1 <= share <= len(sampler):
         stop(f"--batch-size must be from {world_size} (an image for each rank) to {len(train_set)}")
@@ -113,33 +126,41 @@ def train(device, args):
     batch = f"{world_size} ranks x {share} images"
     log(f"batch size {share * world_size}: {batch}")
 
-    torch.manual_seed(SEED)  # every run starts from the same weights
+    # Step 4: build the model, and wrap it.
+    seed_all(SEED)  # every run starts from the same weights
     model = Net().to(device)  # your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
+    # (Your schedule: make it here. Step it as on one GPU: after optimizer.step(), or each epoch.)
 
-    # Step 4: wrap the model. DDP copies rank 0's weights to all ranks, so that all replicas start
-    # equal. After that it works inside loss.backward(): it collects gradients in buckets of some
-    # MB, and all-reduces each bucket as soon as it is full, while backward goes on with earlier
-    # layers. Every rank gets the mean of all ranks' gradients: as the shares are equal, the
-    # gradient of the whole batch. So all take the same step from the same weights, and the replicas
-    # stay equal. Move the model to its device first: DDP makes its buckets there.
+    # DDP copies rank 0's weights to all ranks, so that all replicas start equal. After that, it
+    # works inside loss.backward(). It collects gradients in buckets of some MB. As soon as a bucket
+    # is full, DDP all-reduces it, while backward goes on with earlier layers. (This model is small:
+    # it has one bucket, and nothing overlaps.) Every rank gets the mean of all ranks' gradients. As
+    # the shares are equal, that is the gradient of the whole batch. (With BatchNorm, only nearly.
+    # If a rank has few images, see pitfalls/small_batch_norm.py.) So all take the same step from
+    # the same weights, and the replicas stay equal. Before DDP, move the model to its device, where
+    # DDP makes its buckets, and freeze what you freeze. (If a step leaves weights unused, see
+    # pitfalls/unused_parameters.py.)
     # gradient_as_bucket_view: the gradients live in the buckets, not beside them.
     model = DDP(model, gradient_as_bucket_view=True)
-    # Needs memory for the whole batch on each device. In a script of your own, leave it out.
+    # For the lesson only: leave this check out of a script of your own. (It alone needs memory for
+    # the whole batch on each device.)
     check_gradients(model, *next(iter(loader)), device)
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     for epoch in range(1, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
         # Dropout, or a Dataset that augments, must draw other numbers in each epoch, on each rank.
-        seed_all(SEED + epoch * world_size + rank)  # (SEED + epoch + rank would repeat some)
+        # (With SEED + epoch + rank, rank 0 would repeat in epoch 2 what rank 1 drew in epoch 1.)
+        seed_all(SEED + epoch * world_size + rank)
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
         # The replicas are equal, so one rank saves; all would write into one file at the same time.
         # save writes a new file, then moves it over the old one: a crash while writing leaves the
-        # old one intact. Never put a collective under this "if": rank 0 would wait for the others.
-        # Save model.module, your model: in the wrapper's state, all names begin with "module.".
+        # old one intact. Never put a collective under this "if", as rank 0 would wait for the
+        # others: no evaluate(), gathered() or dist.all_reduce(), no call of the DDP model. Save
+        # model.module, your model: in the wrapper's state, all names begin with "module.".
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and rank == 0:
             save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
@@ -147,61 +168,7 @@ def train(device, args):
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
             f" | {speed:6.0f} images/s{note}")
 
-    check_replicas(model)
-
-
-@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # TF32 is too coarse to compare
-def check_gradients(model, images, labels, device):
-    """Raise RuntimeError unless DDP leaves the gradient that one process computes on all images.
-
-    model: the DDP wrapper; images (n, 28, 28), labels (n,): this rank's share of a batch, on the
-    CPU. Tolerance: 1e-5 of the gradient's largest entry. In float32, rounding stays below that.
-    """
-    def gradient(net, images, labels):
-        net.zero_grad()
-        batch_loss(net, images.to(device), labels.to(device)).backward()
-        return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-    # As in evaluation: no dropout, and BatchNorm by its running mean. When it trains, BatchNorm
-    # normalises by a rank's own images, and that differs: see pitfalls/small_batch_norm.py.
-    model.eval()
-    alone = copy.deepcopy(model.module)  # the same weights without DDP: nothing is averaged here
-    # gathered is a collective: it returns what all ranks have given.
-    expected = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
-    own, averaged = gradient(alone, images, labels), gradient(model, images, labels)
-    model.zero_grad()
-    model.train()
-    off = torch.stack([own - expected, averaged - expected]).abs().amax(dim=1)
-    off = (off / expected.abs().max()).nan_to_num(nan=torch.inf)  # a maximum can lose a nan
-    dist.all_reduce(off, op=dist.ReduceOp.MAX)  # the largest difference on any rank
-    log("first batch: largest difference to the gradient of one process on the whole batch")
-    log(f"  gradient of a rank on its own images: {off[0]:.1e} of the largest entry")
-    log(f"  gradient that DDP leaves on each rank: {off[1]:.1e}")
-    if off[1] >= 1e-5:
-        raise RuntimeError(f"DDP's gradient is off by {off[1]:.1e}")
-
-
-def check_replicas(model):
-    """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
-    sha256 = hashlib.sha256()
-    for tensor in model.module.state_dict().values():
-        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
-    digest = sha256.hexdigest()[:12]
-    digests = gathered(digest)
-    if set(digests) != {digest}:
-        raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
-    same = f"{len(digests)} replicas are identical" if len(digests) > 1 else "one replica"
-    log(f"{same}, sha256 {digest}")
-
-
-# ---- What any training script needs: an epoch, the evaluation, saving, the model, the data ----
-
-
-def seed_all(seed):
-    """Seed all that your model and your data may draw random numbers from."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
+    check_replicas(model.module)  # to keep: it would notice if the ranks had come apart
 
 
 def train_epoch(model, batches, optimizer, device):
@@ -211,39 +178,73 @@ def train_epoch(model, batches, optimizer, device):
     # A progress bar on rank 0. None tells tqdm to hide it unless the output is a terminal.
     hidden = True if dist.get_rank() > 0 else None
     for images, labels in tqdm(batches, leave=False, disable=hidden):
-        # non_blocking: the CPU does not wait for the copy. (The copy itself overlaps with work of
-        # the GPU only if the batch is in pinned memory.)
+        # non_blocking: if batches_of sets pin_memory=True, the GPU works while it gets the batch.
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = batch_loss(model, images, labels)
         loss.backward()  # the ranks meet here: DDP averages the gradients
+        # All ranks now have the same gradients. So what follows is as on one GPU: clip them, say.
+        # (Several backward passes in a step: recipes/accumulate.py. Mixed precision: autocast in
+        # batch_loss, and recipes/clip_and_scale.py.)
         optimizer.step()  # no exchange here: every rank takes the same step
         loss_sum += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
         images_seen += len(labels)
-    dist.all_reduce(loss_sum)
+    dist.all_reduce(loss_sum)  # in place: loss_sum is now the sum over all ranks
     images_seen *= dist.get_world_size()
     loss = (loss_sum / images_seen).item()  # waits for the GPU: count finished work
     return loss, images_seen / (time.perf_counter() - start)
 
 
-@torch.inference_mode()
+def check_replicas(module):
+    """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
+    sha256 = hashlib.sha256()
+    for tensor in filter(torch.is_tensor, module.state_dict().values()):
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
+    digest = sha256.hexdigest()[:12]
+    digests = gathered(digest)
+    if set(digests) != {digest}:
+        raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
+    same = f"{len(digests)} replicas are identical" if len(digests) > 1 else "one replica"
+    log(f"{same}, sha256 {digest}")
+
+
+# ---- What any training script needs: the evaluation, saving, the model, the data ----
+
+
+def seed_all(seed):
+    """Seed all that your model and your data may draw random numbers from."""
+    # (A generator of your Dataset's own does not follow. Make it anew in each __getitem__:
+    # seed = torch.randint(2**62, ()).item(), and then, say, numpy.random.default_rng(seed).)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
+
+
+@torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Every image counts once over all ranks."""
-    # DistributedSampler would repeat images to give every rank equally many. Here the shares may
-    # differ by one, so no rank may wait for another: model.module is the model without DDP.
+    # DistributedSampler would repeat images to give every rank equally many. Here, the shares may
+    # differ by one image, and one rank may have a batch more: it must not wait for the others in
+    # the loop. DDP's forward can exchange tensors, so call model.module, the model without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    # BatchNorm has buffers: each rank's running mean is of its own images. Give all ranks those of
-    # rank 0, which are saved. (The model below has no buffers.)
+    # In training, DDP's forward begins with rank 0's buffers (BatchNorm's running mean, say) on all
+    # ranks. But after the last step, they differ. Keep this loop in your own evaluation, so that
+    # all ranks evaluate with the buffers that rank 0 saves. (The model below has none.)
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
+    modes = [(part, part.training) for part in model.modules()]  # a frozen part may be in eval mode
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    # 1000 images at a time: choose fewer if yours need much memory.
-    for images, labels in batches_of(test_set, BatchSampler(share, 1000, drop_last=False)):
+    # Your metric: add up on each rank, then over the ranks, then divide by the number of all. (A
+    # mean of the ranks' means is wrong when their shares differ. For F1 or an AUC, add up or gather
+    # what it is computed from: recipes/metrics.py.)
+    batches = BatchSampler(share, 1000, drop_last=False)  # your batch size to evaluate, per rank
+    for images, labels in batches_of(test_set, batches):
         answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
-    model.train()
-    dist.all_reduce(correct)  # sum, then divide: a mean of means is wrong when shares differ
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(correct)
     return correct.item() / len(test_set)
 
 
@@ -264,6 +265,13 @@ def save(state, path):
 
 def batch_loss(model, images, labels):
     """Your loss. Return its mean over the images: DDP takes the mean over the ranks."""
+    # Call model(...), not model.module or another method: DDP averages what its forward has seen.
+    # (A mean with class weights divides by a sum of weights, which differs by rank, and a mean over
+    # words by their number. Divide by the ranks' mean of that instead:
+    # losses = cross_entropy(model(images), labels, reduction="none")  # without weight=
+    # weights = class_weights[labels]  # for words: 1.0 for each, 0.0 for padding
+    # total = weights.sum(); dist.all_reduce(total)
+    # return (losses * weights).sum() * dist.get_world_size() / total)
     return cross_entropy(model(images), labels)  # your loss
 
 
@@ -272,8 +280,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # Yours may have ReLU and max-pooling. Here, runs on 1, 2 and 4 ranks are compared. They
-        # differ by rounding errors, which can switch a gradient on or off there.
+        # Yours may have ReLU and max-pooling. This has none, as tests compare runs on 1, 2 and 4
+        # ranks: these differ by rounding errors, which can switch a gradient of a ReLU on or off.
         self.layers = nn.Sequential(
             nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 5, stride=2), nn.GELU(),
             nn.Flatten(), nn.Linear(512, 10))
@@ -284,6 +292,8 @@ class Net(nn.Module):
 
 def load_data(folder):
     """Your data. Return (training set, test set, their name): MNIST, or generated images."""
+    # All ranks need the same items in the same order. (ImageFolder sorts. Sort what you list
+    # yourself, from a folder or a set().)
     if not os.path.isdir(os.path.join(folder, "MNIST")):
         images, labels = generate_data(10240)
         sets = (images[:8192], labels[:8192]), (images[8192:], labels[8192:])
@@ -311,44 +321,107 @@ def generate_data(count):
 
 
 def check_items(train_set, test_set):
-    """Stop unless both sets give pairs, an image and its label, of which a batch can be made."""
-    for name, dataset in ("training", train_set), ("test", test_set):
+    """Return two images with their labels. Stop if the sets do not give such pairs."""
+    for name, dataset in ("test", test_set), ("training", train_set):
         if len(dataset) == 0:
             stop(f"the {name} set is empty", status=1)
-        items = [dataset[0], dataset[len(dataset) - 1]]
+        # Through the loader, not as dataset[0]: that could open a file (HDF5) in this process, and
+        # the loader's workers would then share it. (Open yours in the first call of __getitem__.)
         try:
-            images, labels = torch.utils.data.default_collate(items)  # as a DataLoader does
-        except (TypeError, ValueError, RuntimeError):
-            images = labels = None
-        pairs = isinstance(items[0], tuple | list)
-        if not (pairs and torch.is_tensor(images) and torch.is_tensor(labels)):
-            found = [[tuple(part.shape) if torch.is_tensor(part) else type(part).__name__
-                      for part in (item if pairs else [item])] for item in items]
-            stop(f"the {name} set must give tensors of one size, each with a number; its first and"
-                 f" last item are {found}. Has it a transform that makes such tensors?", status=1)
+            batch = next(iter(batches_of(dataset, [[0, len(dataset) - 1]])))
+            parts = batch if isinstance(batch, tuple | list) else []
+            why = f"a batch is {[type(part).__name__ for part in parts] or type(batch).__name__}"
+        except Exception as error:
+            if "collate" not in str(error):  # an error in your Dataset
+                raise
+            parts, why = [], str(error).strip().rpartition("\n")[2]
+            why = "they differ in size" if "resize" in why else why
+        if [*map(torch.is_tensor, parts)] != [True, True]:
+            stop(f"the items of the {name} set must be pairs of tensors of one size, or of a tensor"
+                 f" and a number: {why}. Has it a transform that makes tensors?", status=1)
+    return batch
 
 
 def batches_of(dataset, lists):
     """Return a DataLoader that yields a batch, (images, labels), for each list of indices."""
     if isinstance(dataset, TensorDataset):  # it can read a whole list at once: dataset[indices]
         return DataLoader(dataset, batch_size=None, sampler=lists)
-    # Any other Dataset is read item by item, by two more processes for each rank, which take the
-    # batches in turn. What they draw at random (say, to augment images) follows from seed_all.
+    # Any other Dataset is read item by item, by two more processes for each rank (workers), which
+    # take the batches in turn. What they draw at random, to augment images, follows from seed_all.
+    # Your settings of the loader belong here (pin_memory=True for GPUs), but for shuffling and
+    # batch size (these are in lists) and persistent_workers (which seed_all would not reach).
     return DataLoader(dataset, batch_sampler=lists, num_workers=2)
+
+
+# ---- The check of the gradients: it is for the lesson only ----
+
+
+@torch.backends.cudnn.flags(enabled=False)  # its TF32 is too coarse to compare
+def check_gradients(model, images, labels, device):
+    """Raise RuntimeError unless DDP leaves the gradient that one process computes on all images.
+
+    model: the DDP wrapper; images (n, 28, 28), labels (n,): this rank's share of a batch, on the
+    CPU. Tolerance: 1e-5 of the gradient's largest entry. In float32, rounding stays below that.
+    """
+    def gradient(net, images, labels):
+        net.zero_grad()
+        batch_loss(net, images.to(device), labels.to(device)).backward()
+        grads = [p.grad for p in net.parameters() if p.requires_grad]
+        return None if any(g is None for g in grads) else torch.cat([g.flatten() for g in grads])
+
+    # As in evaluation: no dropout, and BatchNorm by its running mean. In training, BatchNorm
+    # normalises by a rank's own images, and the gradient differs: pitfalls/small_batch_norm.py.
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    alone = copy.deepcopy(model.module)  # the same weights without DDP: nothing is averaged here
+    kinds = set()  # of its output
+    alone.register_forward_hook(lambda _, inputs, output: kinds.add(getattr(output, "dtype", None)))
+    # gathered is a collective: it returns what all ranks have given.
+    expected = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
+    if expected is not None:
+        own, averaged = gradient(alone, images, labels), gradient(model, images, labels)
+        model.zero_grad()
+    for part, mode in modes:
+        part.training = mode
+    if expected is None or kinds & {torch.float16, torch.bfloat16}:
+        log("first batch: gradients not compared, as evaluation does not use all of the weights,"
+            " or computes in lower precision")
+        return
+    off = torch.stack([own - expected, averaged - expected]).abs().amax(dim=1)
+    off = (off / expected.abs().max()).nan_to_num(nan=torch.inf)  # a maximum can lose a nan
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)  # the largest difference on any rank
+    log("first batch: largest difference to the gradient of one process on the whole batch")
+    log(f"  gradient of a rank on its own images: {off[0]:.1e} of the largest entry")
+    log(f"  gradient that DDP leaves on each rank: {off[1]:.1e}")
+    if off[1] >= 1e-5:
+        raise RuntimeError(f"DDP's gradient is off by {off[1]:.1e}")
 
 
 # ---- Helpers that are no part of the lesson ----
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def share_cores(local_world_size):
@@ -357,7 +430,7 @@ def share_cores(local_world_size):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
     # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not torch.cuda.is_available():
+    if not count_gpus():
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -404,14 +477,14 @@ def end_in_one_line(error):
 
 def parse_args():
     """Return the arguments; stop if they, or the way of starting, cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.add_argument("total_epochs", type=int, nargs="?", default=5, help="5 by default")
     parser.add_argument("save_every", type=int, nargs="?", default=1, help="1 by default")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, all ranks")
     parser.add_argument("--nprocs", type=int, default=gpus or 2, help="one per GPU, or 2 on a CPU")
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir", default="data", help="the folder of MNIST")
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
     if min(args.total_epochs, args.save_every, args.nprocs) < 1:

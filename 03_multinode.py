@@ -1,12 +1,14 @@
 """Several machines: the rank says who you are in the job, the local rank which device is yours.
 
-Start the same command on each machine. They meet at one of them, here node1:
+Start the same command on each machine (node). They meet at one of them, here node1:
 
     torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-id=345 --rdzv-backend=c10d \
         --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
-50 10: 50 epochs, a snapshot after every 10. 29603 is any free port of node1, 345 any name for the
-job. Only one machine? launch/lab makes several of it: launch/README.md. Or begin with one:
+50 10: 50 epochs, a snapshot after every 10. rdzv, rendezvous, is the meeting; c10d, the kind that
+torchrun has built in. 29603 is any free port of node1, 345 any name for the job. Each machine needs
+this file and the data, and must reach the others: launch/README.md. Only one machine? launch/lab
+makes several of it. Or begin with one:
 
     torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
 
@@ -18,15 +20,23 @@ The job begins with a map. On two machines with two GPUs each:
     [rank 0/4] node2                   1            2           0  cuda:0  4720
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
-With --nnodes=1:2 --max-restarts=3, machines (nodes) may come and go; set
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that. The job restarts from the newest snapshot, and each
-machine has it on its disk. node1 must stay: without it, the others end, and you start anew.
-Before a long job, run launch/check_machines.py on each machine.
+To restart after a crash, as in 02: --max-restarts=3, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in
+front of torchrun, on each machine (step 2 says why). With --nnodes=1:2 (at least 1, at most 2),
+machines may come and go, too. (For a job of your own, change only what is marked "your".) Say that
+SAVE_EVERY is 1, node2 dies, and later you start the command there again:
+
+    node1   epochs 1  2  3  4, its ranks fail | 4 again  5  6 halfway, saves | rest of 6  7  8
+    node2   epochs 1  2  3  4, dies           |                comes back    | rest of 6  7  8
+
+At each bar, torchrun starts all ranks again, from the newest snapshot of any machine. node1's ranks
+fail as they wait for those of node2. When node2 is back, torchrun asks node1's ranks to leave
+(SIGTERM), so they save in the middle of epoch 6. node1's torchrun must stay, as the machines meet
+there. Without it, the others end, and you start the command again. The machine of rank 0 prints the
+log: after a restart, it may be the other one.
 New here: global and local rank (main, show_map), the same data on all machines (check_data), the
-newest snapshot of any machine (train, take_newest), machines that leave (train, train_epoch,
-ASK_EVERY); helpers save, first_on_its_disk, save_if_ours, mark, RemainingSampler, batches_of,
-leave_on_sigterm, ignore_sigterm, explain, shares_store, name_the_stopped, stop, parse_args.
-The rest is as in 02_torchrun_elastic.py. Next: 04_collectives.py, what DDP is made of.
+newest snapshot of any machine (train, take_newest), machines that leave (train_epoch, ASK_EVERY).
+The rest is as in 02_torchrun_elastic.py, but for helpers: look for "New in 03". Next:
+04_collectives.py, what DDP is made of.
 """
 
 import argparse
@@ -38,6 +48,7 @@ import hashlib
 import io
 import itertools
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -49,12 +60,13 @@ import uuid
 import zipfile
 from datetime import timedelta
 
+# The process id of torchrun, asked before the slow import: see exit_with_launcher.
 LAUNCHER = os.getppid()
 
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # keep this: imported later, by DDP, it would keep the group open
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -63,8 +75,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from tqdm import tqdm
 
 SEED = 0
-# New in 03: after so many steps, the ranks ask each other whether one has to leave. These steps, or
-# the evaluation, and then a save must take less time than the 30 s that SIGTERM grants.
+# New in 03: after so many steps, the ranks ask each other whether one has to leave (train_epoch).
+# Your number: these steps and a save must take less than 20 s. So must an evaluation and a save, as
+# nobody asks meanwhile. (SIGTERM grants 30 s, and a rank that has waited 20 s in one call leaves.)
+# If they take longer, and SIGTERM comes just then, the job goes on from the snapshot before. When a
+# machine joins, nothing changes the 30 s. For a SIGTERM to torchrun itself,
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 in its environment grants 120 s: then 110 for the steps.
 ASK_EVERY = 20
 
 
@@ -77,32 +93,34 @@ def main():
 
     # Step 1: start. Every process learns who it is, and takes its device.
     # New in 03: RANK, the global rank, counts through the whole job. It decides which share of the
-    # data a process takes. LOCAL_RANK starts at 0 on each machine. It chooses the device: with two
-    # GPUs on each machine, rank 2 is the first process of the second machine, and takes its GPU 0.
-    # GPU 2 does not exist. torchrun numbers the machines anew in each attempt, by their addresses:
-    # after a restart, a process may have another rank, and any machine may have rank 0. (No
-    # listen_locally: other machines have to reach it.)
+    # data a process takes. LOCAL_RANK starts at 0 on each machine. It decides which device. With
+    # two GPUs on each machine, rank 2 is the first process of the second machine: it takes GPU 0
+    # there. (A GPU 2 does not exist.) In each attempt, torchrun numbers the machines anew, by their
+    # addresses: any of them may have rank 0. There is no listen_locally in 03, as other machines
+    # have to reach this process.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
+    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # by default, torchrun gives a rank one core
 
     # Step 2: meet. Every process leaves its network address at the meeting point, and waits until
     # all others have done so. Then they are connected: they are a process group.
-    # New in 03: the meeting point is a store (a dictionary that all can reach) on one machine.
-    # torchrun says where: MASTER_ADDR and MASTER_PORT. A restart must not find old addresses in it.
-    # As machines that come and go count restarts differently, a prefix does not help: let torchrun
-    # make a new store each time, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. If a cable is cut,
-    # nobody is told: only the timeout ends the wait. It must outlast any pause, and any save.
+    # New in 03: without restarts, dist.init_process_group(backend) is enough. The torchruns meet at
+    # --rdzv-endpoint. Then the ranks meet in a store, at MASTER_ADDR and MASTER_PORT. By default,
+    # torchrun serves it, and after a restart it has the addresses of dead ranks. (The prefix of 02
+    # does not help here: a machine that has come later has had fewer attempts.) With
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0 serves a new store in each attempt (is_master).
+    # The timeout ends waits that nothing else ends: if a cable is cut, nobody is told. It must be
+    # longer than ranks ever wait for each other, for a save, say.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=args.timeout)
     try:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout,
-            is_master=rank == 0 and not shares_store(),  # rank 0 serves it, unless torchrun does
+            is_master=rank == 0 and not shares_store(),  # else torchrun serves it
             wait_for_workers=False, multi_tenant=True)  # do not wait yet: roll_call does
         roll_call(store, rank, world_size)  # if a rank does not come, say which
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-            device_id=device if backend == "nccl" else None)  # NCCL wants to know its GPU
+            device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
     except Exception as error:  # names, store and connections raise different types
         stop(explain(error, backend), status=1)
 
@@ -142,11 +160,14 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
+    seed_all(SEED)  # if yours are split at random: all ranks, and all restarts, need the same sets
     train_set, test_set, source = load_data(args.data_dir)  # your data: any map-style Dataset
-    check_items(train_set, test_set)  # whatever they are: the loop needs images and labels
-    # New in 03: the sampler can begin in the middle of an epoch.
+    images, labels = check_items(train_set, test_set)  # the loop needs images and labels
+    # New in 03: the sampler can begin in the middle of an epoch. (So must one of your own: derive
+    # it from DistributedSampler, and leave out the first items as RemainingSampler does.)
     sampler = RemainingSampler(train_set, seed=SEED, drop_last=True)
-    # New in 03: each machine reads its own disk, so compare what they have read.
+    # New in 03: each machine reads its own disk, so compare what they have read. (If your batches
+    # are no tuples of tensors, change check_data.)
     check_data(train_set, source)
 
     # What the ranks cannot share equally is not used: pitfalls/mean_of_unequal_shards.py cures it.
@@ -158,37 +179,41 @@ def train(device, args):
     batch = f"{world_size} ranks x {share} images"
     log(f"batch size {share * world_size}: {batch}")
 
-    torch.manual_seed(SEED)  # every run starts from the same weights
+    # Step 4: build the model, and wrap it.
+    seed_all(SEED)  # every run starts from the same weights
     model = Net().to(device)  # your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
+    # (Your schedule: make it here, before resume. A new one sets the learning rate to its first.)
 
-    # New in 03: the replicas are equal, so any rank can save. One rank for each disk does: if a
-    # machine leaves or dies, the others still have the newest snapshot on theirs.
+    # New in 03: one rank for each disk saves. (The replicas are equal, so it may be any rank.) If a
+    # machine dies, the others have the newest snapshot on their disks. A shared disk is not needed.
     saves = first_on_its_disk(args.snapshot_path)
-    if saves:  # a lock for each machine: that of one that is cut off must not block others
+    if saves:  # a lock for each machine: if one is cut off, its lock must not stop the others
         lock(f"{args.snapshot_path}.{socket.gethostname()}")
 
-    # New in 03: all ranks read the snapshot on the disk that they see, and take the newest of all.
-    # So no shared disk is needed, and a machine may come back with an old snapshot of this job.
+    # New in 03: each rank reads the snapshot on its own disk. Then all take the newest of these: a
+    # machine that comes back has an old one, or none.
     snapshot = resume(args.snapshot_path, model, optimizer)
-    known = mark(snapshot)  # to notice whether another job writes the file meanwhile
+    known = mark(snapshot)  # (epoch, images, who wrote it): has another job written it meanwhile?
     snapshot, sent = take_newest(snapshot, args.snapshot_path, model, optimizer, device)
     first_epoch = snapshot["next_epoch"]
+    # Rounded up, so that all ranks leave out equally many, even if there are more of them now:
     images_done = math.ceil(snapshot.get("images_done", 0) / world_size) * world_size
     if first_epoch > 1 or images_done:
+        # (Your schedule: schedule.load_state_dict(snapshot["schedule"]).)
         middle = f", image {images_done}" if images_done else ""
         log(f"resumed from {args.snapshot_path} of {snapshot['machine']} at epoch {first_epoch}"
             f"{middle}")
-        warn_of_other_batches(snapshot, batch)
+        warn_of_other_batches(snapshot, batch)  # with fewer ranks, each takes more of a batch
 
-    # Step 4: wrap the model. DDP copies rank 0's weights to all replicas (each rank has one).
-    # Inside loss.backward(), it then collects gradients in buckets of some MB, and replaces each
-    # bucket by its mean over all ranks as soon as it is full. So all ranks take the same step.
+    # DDP copies rank 0's weights to all replicas (each rank has one). Inside loss.backward(), it
+    # then collects gradients in buckets of some MB, and replaces each bucket by its mean over all
+    # ranks as soon as it is full. So all ranks take the same step.
     model = DDP(model, gradient_as_bucket_view=True)
-    images, labels = torch.utils.data.default_collate([test_set[0]])
     settle_buckets(model, images.to(device), labels.to(device))
 
-    # New in 03: save on each disk. "Saved" means on all of them; only after that may a rank leave.
+    # New in 03: save on each disk. At the barrier, all ranks wait until every disk has the file. If
+    # you have a schedule, save its state_dict() here, too.
     written_by = gathered(uuid.uuid4().hex)[0]  # a name for this attempt
     job = snapshot.get("job", written_by)  # and for the job: that of its first attempt
     def save_on_each_disk(next_epoch, images_done):
@@ -205,17 +230,18 @@ def train(device, args):
     if sent:
         save_on_each_disk(first_epoch, images_done)
 
-    # New in 03: SIGTERM asks this process to leave. Slurm sends it at the time limit; torchrun when
-    # a machine joins, when another process has failed, or when you stop it. It kills 30 s later.
+    # New in 03: SIGTERM asks this process to leave. Slurm sends it at the time limit. torchrun does
+    # so when a machine joins, when another process has failed, or when you stop torchrun. 30 s
+    # later, torchrun kills the process.
     asked_to_leave = leave_on_sigterm()
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     # New in 03: no crash on purpose. Kill a process, or a machine of launch/lab, yourself.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the order of the first
-        # New in 03: the first epoch may have begun before a restart. If a rank has to leave, all do
-        # so after the same step, and the snapshot says how far the epoch has come. Its rest draws
-        # other random numbers than without the pause, but not those of its first part.
+        # New in 03: if a rank has to leave, all leave after the same step, and the snapshot says
+        # how far the epoch has come. After the restart, the sampler leaves out that part, and the
+        # seed is another one: the rest must not draw the first part's random numbers again.
         sampler.done = images_done if epoch == first_epoch else 0
         seed_all(SEED + (epoch * len(train_set) + sampler.done) * world_size + rank)
         to_train = len(loader) * share * world_size
@@ -228,6 +254,7 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)  # each rank its share, then the sum
 
         # New in 03: any machine may be the one that goes on, so each has to have the snapshot.
+        # (Step a schedule by epoch here, not further up, where an epoch may be left halfway.)
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved:
             save_on_each_disk(epoch + 1, 0)
@@ -235,31 +262,64 @@ def train(device, args):
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f}"
             f" | {speed:6.0f} images/s{note}")
 
-    # New in 03: each machine has its file.
+    # New in 03: each machine has a snapshot.
     if first_epoch > args.total_epochs:
         log("nothing left to train: ask for more epochs, or delete the snapshot on every machine")
-    check_replicas(model)
+    check_replicas(model.module)
 
     # New in 03: all epochs are done.
     return True
 
 
-# New in 03: without it, ranks could train on different data, and nothing would report that.
+# New in 03: it ends early when a rank has to leave, and says how many images it has trained on.
+def train_epoch(model, batches, optimizer, device, asked_to_leave):
+    """Train on this rank's batches; return (mean loss, images per second, images), of all ranks."""
+    start, images_seen = time.perf_counter(), 0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    # A progress bar on rank 0. None tells tqdm to hide it unless the output is a terminal.
+    hidden = True if dist.get_rank() > 0 else None
+    for step, (images, labels) in enumerate(tqdm(batches, leave=False, disable=hidden)):
+        # New in 03: the signal may have reached some ranks only, and all must leave together.
+        if step % ASK_EVERY == 0 and any(gathered(asked_to_leave.is_set())):
+            break
+        # non_blocking: if batches_of sets pin_memory=True, the GPU works while it gets the batch.
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        loss = batch_loss(model, images, labels)
+        loss.backward()  # the ranks meet here: DDP averages the gradients
+        # All ranks now have the same gradients. So what follows is as on one GPU: clip them, say.
+        # (Several backward passes in a step: recipes/accumulate.py. Mixed precision: autocast in
+        # batch_loss, and recipes/clip_and_scale.py.)
+        optimizer.step()  # no exchange here: every rank takes the same step
+        loss_sum += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
+        images_seen += len(labels)
+    dist.all_reduce(loss_sum)  # in place: loss_sum is now the sum over all ranks
+    images_seen *= dist.get_world_size()
+    loss = (loss_sum / images_seen).item()  # waits for the GPU: count finished work
+    return loss, images_seen / (time.perf_counter() - start), images_seen
+
+
+# New in 03: without it, machines could train on different data, and nothing would report that.
 def check_data(train_set, source):
-    """Stop unless all machines have the same training set."""
-    # What one process of each machine has to do (download, unpack, look) is for local rank 0.
-    # Global rank 0 is on one machine only. All ranks must call gathered: keep it out of the "if".
+    """Stop unless all machines have the same training set, bit for bit.
+
+    Of a TensorDataset, all is compared; of any other, ten items, read with the same random seed.
+    """
+    # What one process of each machine has to do is for local rank 0: here, to look at the data. (To
+    # download it, see pitfalls/download_by_all.py.) Global rank 0 is on one machine only. All ranks
+    # must call gathered: keep it out of the "if".
     mine = None
     if os.environ["LOCAL_RANK"] == "0":
         if isinstance(train_set, TensorDataset):
             tensors = train_set.tensors
-        else:  # of a Dataset that reads one item at a time, compare ten
+        else:
             seed_all(SEED)
             tenth = math.ceil(len(train_set) / 10)
-            items = [train_set[i] for i in range(0, len(train_set), tenth)]
-            tensors = torch.utils.data.default_collate(items)
-        data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
-        digest = hashlib.sha256(data).hexdigest()[:12]
+            tensors = next(iter(batches_of(train_set, [[*range(0, len(train_set), tenth)]])))
+        sha256 = hashlib.sha256()
+        for tensor in tensors:
+            sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+        digest = sha256.hexdigest()[:12]
         mine = f"{len(train_set)} {source}, sha256 {digest}", socket.gethostname()
     machines = dict(pair for pair in gathered(mine) if pair)  # {data: a machine that has it}
     if len(machines) > 1:
@@ -290,7 +350,7 @@ def resume(path, model, optimizer):
 
 # New in 03: the machines may have snapshots of different epochs.
 def take_newest(snapshot, path, model, optimizer, device):
-    """Give all ranks the newest of their states; return (what else it holds, if it was sent)."""
+    """Give all ranks the newest snapshot of any; return its other entries, and if it was sent."""
     found = gathered({"machine": socket.gethostname(), **snapshot})
     jobs = {each["job"]: each["machine"] for each in found if "job" in each}
     if len(jobs) > 1:  # the one that has trained longer would replace the other
@@ -298,6 +358,8 @@ def take_newest(snapshot, path, model, optimizer, device):
              " each machine whose job is not to go on", status=1)
     newest = max(range(len(found)), key=lambda rank: mark(found[rank])[:2])  # the first of equals
     marks = {mark(each) for each in found}
+    # (1, 0, None) is the mark of no snapshot. Send the newest if some rank has another, or none.
+    # (One that 02 has written does not say of which job it is: send it always.)
     send = marks != {(1, 0, None)} and (len(marks) > 1 or "job" not in found[newest])
     if send:
         file = io.BytesIO()
@@ -306,7 +368,7 @@ def take_newest(snapshot, path, model, optimizer, device):
         content = torch.empty(gathered(file.tell())[newest], dtype=torch.uint8)
         if dist.get_rank() == newest:
             content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        for piece in content.split(2**24):  # 16 MiB: NCCL sends from GPU to GPU, and they are full
+        for piece in content.split(2**24):  # 16 MiB at a time: they pass through the GPU's memory
             on_device = piece.to(device)
             dist.broadcast(on_device, src=newest)
             piece.copy_(on_device)
@@ -318,18 +380,21 @@ def take_newest(snapshot, path, model, optimizer, device):
 
 def settle_buckets(model, images, labels):
     """Run DDP once without a step, so that a resumed run adds up gradients in the same order."""
-    # DDP regroups its buckets once, after its first backward: in epoch 1, or, if resumed, in a
-    # later one. That changes the order of additions and, with three ranks or more, the rounding.
-    model.eval()  # this pass must not change a BatchNorm layer, or use up random numbers
+    # DDP regroups its buckets once, after its first backward. A gradient's place in its bucket
+    # decides in which order the ranks' values are added. With two ranks, a + b = b + a. With more,
+    # (a + b) + c and a + (b + c) may differ in the last bit. So every run regroups before its first
+    # step. Otherwise, a resumed run would take one step in another order than an unbroken run.
+    buffers = [buffer.clone() for buffer in model.buffers()]
     batch_loss(model, images, labels).backward()
-    model.train()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)  # this pass must not change a BatchNorm layer
     model.zero_grad()
 
 
-def check_replicas(model):
+def check_replicas(module):
     """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
     sha256 = hashlib.sha256()
-    for tensor in model.module.state_dict().values():
+    for tensor in filter(torch.is_tensor, module.state_dict().values()):
         sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
     digest = sha256.hexdigest()[:12]
     digests = gathered(digest)
@@ -339,60 +404,43 @@ def check_replicas(model):
     log(f"{same}, sha256 {digest}")
 
 
-# ---- What any training script needs: an epoch, the evaluation, saving, the model, the data ----
+# ---- What any training script needs: the evaluation, saving, the model, the data ----
 
 
 def seed_all(seed):
     """Seed all that your model and your data may draw random numbers from."""
+    # (A generator of your Dataset's own does not follow. Make it anew in each __getitem__:
+    # seed = torch.randint(2**62, ()).item(), and then, say, numpy.random.default_rng(seed).)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
 
 
-# New in 03: it ends early when a rank has to leave, and says how many images it has trained on.
-def train_epoch(model, batches, optimizer, device, asked_to_leave):
-    """Train on this rank's batches; return (mean loss, images per second, images), of all ranks."""
-    start, images_seen = time.perf_counter(), 0
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    # A progress bar on rank 0. None tells tqdm to hide it unless the output is a terminal.
-    hidden = True if dist.get_rank() > 0 else None
-    for step, (images, labels) in enumerate(tqdm(batches, leave=False, disable=hidden)):
-        # New in 03: the signal may have reached some ranks only, and all must leave together.
-        if step % ASK_EVERY == 0 and any(gathered(asked_to_leave.is_set())):
-            break
-        # non_blocking: the CPU does not wait for the copy. (The copy itself overlaps with work of
-        # the GPU only if the batch is in pinned memory.)
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        optimizer.zero_grad()
-        loss = batch_loss(model, images, labels)
-        loss.backward()  # the ranks meet here: DDP averages the gradients
-        optimizer.step()  # no exchange here: every rank takes the same step
-        loss_sum += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
-        images_seen += len(labels)
-    dist.all_reduce(loss_sum)
-    images_seen *= dist.get_world_size()
-    loss = (loss_sum / images_seen).item()  # waits for the GPU: count finished work
-    return loss, images_seen / (time.perf_counter() - start), images_seen
-
-
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Every image counts once over all ranks."""
-    # DistributedSampler would repeat images to give every rank equally many. Here the shares may
-    # differ by one, so no rank may wait for another: model.module is the model without DDP.
+    # DistributedSampler would repeat images to give every rank equally many. Here, the shares may
+    # differ by one image, and one rank may have a batch more: it must not wait for the others in
+    # the loop. DDP's forward can exchange tensors, so call model.module, the model without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    # BatchNorm has buffers: each rank's running mean is of its own images. Give all ranks those of
-    # rank 0, which are saved. (The model below has no buffers.)
+    # In training, DDP's forward begins with rank 0's buffers (BatchNorm's running mean, say) on all
+    # ranks. But after the last step, they differ. Keep this loop in your own evaluation, so that
+    # all ranks evaluate with the buffers that rank 0 saves. (The model below has none.)
     for buffer in model.module.buffers():
         dist.broadcast(buffer, src=0)
+    modes = [(part, part.training) for part in model.modules()]  # a frozen part may be in eval mode
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    # 1000 images at a time: choose fewer if yours need much memory.
-    for images, labels in batches_of(test_set, BatchSampler(share, 1000, drop_last=False)):
+    # Your metric: add up on each rank, then over the ranks, then divide by the number of all. (A
+    # mean of the ranks' means is wrong when their shares differ. For F1 or an AUC, add up or gather
+    # what it is computed from: recipes/metrics.py.)
+    batches = BatchSampler(share, 1000, drop_last=False)  # your batch size to evaluate, per rank
+    for images, labels in batches_of(test_set, batches):
         answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
-    model.train()
-    dist.all_reduce(correct)  # sum, then divide: a mean of means is wrong when shares differ
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(correct)
     return correct.item() / len(test_set)
 
 
@@ -414,6 +462,13 @@ def save(state, path):
 
 def batch_loss(model, images, labels):
     """Your loss. Return its mean over the images: DDP takes the mean over the ranks."""
+    # Call model(...), not model.module or another method: DDP averages what its forward has seen.
+    # (A mean with class weights divides by a sum of weights, which differs by rank, and a mean over
+    # words by their number. Divide by the ranks' mean of that instead:
+    # losses = cross_entropy(model(images), labels, reduction="none")  # without weight=
+    # weights = class_weights[labels]  # for words: 1.0 for each, 0.0 for padding
+    # total = weights.sum(); dist.all_reduce(total)
+    # return (losses * weights).sum() * dist.get_world_size() / total)
     return cross_entropy(model(images), labels)  # your loss
 
 
@@ -422,8 +477,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # Yours may have ReLU and max-pooling. Here, runs on 1, 2 and 4 ranks are compared. They
-        # differ by rounding errors, which can switch a gradient on or off there.
+        # Yours may have ReLU and max-pooling. This has none, as tests compare runs on 1, 2 and 4
+        # ranks: these differ by rounding errors, which can switch a gradient of a ReLU on or off.
         self.layers = nn.Sequential(
             nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 5, stride=2), nn.GELU(),
             nn.Flatten(), nn.Linear(512, 10))
@@ -434,6 +489,8 @@ class Net(nn.Module):
 
 def load_data(folder):
     """Your data. Return (training set, test set, their name): MNIST, or generated images."""
+    # All ranks need the same items in the same order. (ImageFolder sorts. Sort what you list
+    # yourself, from a folder or a set().)
     if not os.path.isdir(os.path.join(folder, "MNIST")):
         images, labels = generate_data(10240)
         sets = (images[:8192], labels[:8192]), (images[8192:], labels[8192:])
@@ -461,31 +518,39 @@ def generate_data(count):
 
 
 def check_items(train_set, test_set):
-    """Stop unless both sets give pairs, an image and its label, of which a batch can be made."""
-    for name, dataset in ("training", train_set), ("test", test_set):
+    """Return two images with their labels. Stop if the sets do not give such pairs."""
+    for name, dataset in ("test", test_set), ("training", train_set):
         if len(dataset) == 0:
             stop(f"the {name} set is empty", status=1)
-        items = [dataset[0], dataset[len(dataset) - 1]]
+        # Through the loader, not as dataset[0]: that could open a file (HDF5) in this process, and
+        # the loader's workers would then share it. (Open yours in the first call of __getitem__.)
         try:
-            images, labels = torch.utils.data.default_collate(items)  # as a DataLoader does
-        except (TypeError, ValueError, RuntimeError):
-            images = labels = None
-        pairs = isinstance(items[0], tuple | list)
-        if not (pairs and torch.is_tensor(images) and torch.is_tensor(labels)):
-            found = [[tuple(part.shape) if torch.is_tensor(part) else type(part).__name__
-                      for part in (item if pairs else [item])] for item in items]
-            stop(f"the {name} set must give tensors of one size, each with a number; its first and"
-                 f" last item are {found}. Has it a transform that makes such tensors?", status=1)
+            batch = next(iter(batches_of(dataset, [[0, len(dataset) - 1]])))
+            parts = batch if isinstance(batch, tuple | list) else []
+            why = f"a batch is {[type(part).__name__ for part in parts] or type(batch).__name__}"
+        except Exception as error:
+            if "collate" not in str(error):  # an error in your Dataset
+                raise
+            parts, why = [], str(error).strip().rpartition("\n")[2]
+            why = "they differ in size" if "resize" in why else why
+        if [*map(torch.is_tensor, parts)] != [True, True]:
+            stop(f"the items of the {name} set must be pairs of tensors of one size, or of a tensor"
+                 f" and a number: {why}. Has it a transform that makes tensors?", status=1)
+    return batch
 
 
 def batches_of(dataset, lists):
     """Return a DataLoader that yields a batch, (images, labels), for each list of indices."""
     if isinstance(dataset, TensorDataset):  # it can read a whole list at once: dataset[indices]
         return DataLoader(dataset, batch_size=None, sampler=lists)
-    # Any other Dataset is read item by item, by two more processes for each rank, which take the
-    # batches in turn. What they draw at random (say, to augment images) follows from seed_all.
-    # New in 03: SIGTERM must not end them before their rank. (Python 3.14 would start them by
-    # another process, which SIGTERM ends.)
+    # Any other Dataset is read item by item, by two more processes for each rank (workers), which
+    # take the batches in turn. What they draw at random, to augment images, follows from seed_all.
+    # Your settings of the loader belong here (pin_memory=True for GPUs), but for shuffling and
+    # batch size (these are in lists) and persistent_workers (which seed_all would not reach).
+    # New in 03: SIGTERM must not end them before their rank. (If you have a worker_init_fn of your
+    # own, call ignore_sigterm in it. "fork": from Python 3.14 on, the workers would otherwise be
+    # started by a server, a process of Python's that SIGTERM ends. With num_workers=0, leave both
+    # out.)
     return DataLoader(dataset, batch_sampler=lists, num_workers=2, worker_init_fn=ignore_sigterm,
                       multiprocessing_context="fork")
 
@@ -504,14 +569,27 @@ def exit_with_launcher():
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def share_cores(local_world_size):
@@ -520,7 +598,7 @@ def share_cores(local_world_size):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
     # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not torch.cuda.is_available():
+    if not count_gpus():
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -528,13 +606,13 @@ def share_cores(local_world_size):
 def warn_of_other_batches(snapshot, batch):
     """Print a note if the snapshot was written with another batch, or another number of ranks."""
     if snapshot.get("batch", batch) != batch:
-        log(f"note: saved by {snapshot['batch']}: not the bits of an unbroken run from here on")
+        log(f"note: saved by {snapshot['batch']}: the result may differ from an unbroken run's")
 
 
 def lock(path):
     """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
     try:
-        file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT)  # never closed
+        file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT, 0o666)  # never closed
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
@@ -587,9 +665,9 @@ def explain(error, backend):
 
 # New in 03: to go on in the middle of an epoch.
 class RemainingSampler(DistributedSampler):
-    """DistributedSampler that leaves out the first items of an epoch: done of all ranks together.
+    """DistributedSampler that leaves out the first items of an epoch.
 
-    done: a multiple of the number of ranks.
+    done: how many, of all ranks together; a multiple of the number of ranks.
     """
 
     done = 0
@@ -637,18 +715,19 @@ def mark(snapshot):
     return snapshot["next_epoch"], snapshot.get("images_done", 0), snapshot.get("written_by")
 
 
-# New in 03: to end in time.
+# New in 03: you can take it as it is.
 def leave_on_sigterm():
-    """Return an Event that SIGTERM sets. If the process waits for a dead rank just then, end it."""
+    """Return an Event that SIGTERM sets. A process that waits for a dead rank just then ends."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     # Python runs that line only between two of its instructions: not while a collective waits for
     # a rank that is gone. The byte that the signal leaves in this pipe comes at once.
-    # After 30 s, torchrun kills. Until then, the wait may be one for a slow save.
-    patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 10
+    # A wait of up to 20 s may be one for a slow save. It ends before torchrun kills, after 30 s.
+    seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    patience = max(seconds - 10, seconds / 2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a process has only one
 
     def watch():
         while signal.SIGTERM not in os.read(reader, 1):
@@ -665,13 +744,20 @@ def leave_on_sigterm():
 # New in 03: for the loader.
 def ignore_sigterm(worker):
     """What a loader's worker calls first: only its rank ends it, not torchrun's signal to all."""
-    # A worker that ended before its rank would end that, too. One that ignored the rank's SIGTERM
-    # would keep it from ending, after an error.
+    # If a worker ended first, its rank would fail. If a worker ignored SIGTERM from its rank, too,
+    # the rank could not end after an error. And if the rank was killed in the worker's first
+    # moments, PyTorch's own worker would stay for ever. (A program that the worker starts ignores
+    # SIGTERM, too: end it by kill().)
+    if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the epoch there
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    rank = multiprocessing.parent_process().pid
 
     def watch():
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
+        while os.getppid() == rank:
+            asked = signal.sigtimedwait({signal.SIGTERM}, 1)  # None after a second
+            if asked and asked.si_pid == rank:
+                break
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -739,13 +825,13 @@ def stop(message, status=2):
 # New in 03: --timeout, no --crash-epoch, and jobs that are started by hand, without torchrun.
 def parse_args():
     """Return the arguments; stop if they, or the way of starting, cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.add_argument("total_epochs", type=int, nargs="?", default=5, help="5 by default")
     parser.add_argument("save_every", type=int, nargs="?", default=1, help="1 by default")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, all ranks")
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir", default="data", help="the folder of MNIST")
     parser.add_argument("--snapshot-path", default="snapshot.pt")
     parser.add_argument("--timeout", type=int, default=600, help="wait for others, in seconds")
     # torch.distributed.launch, the predecessor of torchrun, passes this; LOCAL_RANK says the same.
@@ -758,8 +844,8 @@ def parse_args():
     os.environ.setdefault("LOCAL_RANK", "0")  # by hand: one process on each machine
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
-             " with CUDA_VISIBLE_DEVICES= in front")
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
+             " CPU with CUDA_VISIBLE_DEVICES= in front")
     return args
 
 

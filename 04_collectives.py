@@ -1,13 +1,13 @@
 """How ranks exchange tensors: the operations under DistributedDataParallel and its relatives.
 
     torchrun --standalone --nproc-per-node=4 04_collectives.py          # CPU, 4 processes
-    torchrun --standalone --nproc-per-node=gpu 04_collectives.py        # a process a GPU, 2 or more
+    torchrun --standalone --nproc-per-node=gpu 04_collectives.py        # one per GPU, 2 or more
     torchrun --standalone --nproc-per-node=4 04_collectives.py --only ring ddp
     torchrun --standalone --nproc-per-node=4 04_collectives.py --bench  # how fast is each?
 
 Each process has a number, its rank. Each section says what an operation is for, shows every rank's
-tensor before and after, and checks the result. Rank r begins with [10 r + 1, 10 r + 2], so that you
-see where a number comes from:
+tensor before and after, and checks the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this
+shows where a number comes from.
 
     [rank 0/4] == reduce_scatter
     [rank 0/4] All tensors are summed up, and each rank gets one chunk of the sum. [...]
@@ -22,7 +22,8 @@ large tensors, and a DistributedDataParallel (DDP). DDP keeps a copy of the mode
 each rank, and sends gradients while the backward pass still computes.
 
 New here: collectives (calls that all ranks must make, or the others wait), point to point,
-async_op, groups. Next: 05_tcpstore.py, how ranks find each other in the first place.
+async_op, groups. Read 02 before this; skip what is below the first divider ("# ----"). Next:
+recipes/train_by_steps.py, for your own job.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # imported by DDP, after step 2, it would keep the group open
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import mse_loss
@@ -54,32 +55,33 @@ TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: N
 @record  # passes an exception's traceback to torchrun; without it, torchrun's report shows none
 def main():
     args = parse_args()
+    # Step 1: start. As in 02: each process learns who it is, and takes its device.
     if "LOCAL_WORLD_SIZE" not in os.environ:
         stop("this script needs a launcher:"
              " torchrun --standalone --nproc-per-node=4 04_collectives.py")
     local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size == 1:
-        stop("one rank has nobody to talk to, every result would be its own tensor: use"
+        stop("one rank has nobody to talk to: every result would be its own tensor. Use"
              " --nproc-per-node=4 (with one GPU, on the CPU: CUDA_VISIBLE_DEVICES= in front)")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
-             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+             f" use --nproc-per-node={gpus}, or the CPU with CUDA_VISIBLE_DEVICES= in front")
     device, backend = pick_device(local_rank)
     share_cores(local_world_size)
     if local_world_size == world_size:  # the whole job is on this machine
         listen_locally()
-    # device_id tells NCCL which GPU belongs to this process. With Gloo it makes later calls fail.
+    # Step 2: meet. device_id names this process's GPU. With Gloo, device_id makes later calls fail.
     dist.init_process_group(
-        backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+        backend, timeout=TIMEOUT, device_id=device if device.type != "cpu" else None)
     log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
     if args.bench:
         benchmark(args.only or BENCHMARKS, device)
     else:
         show_sections(args.only or list(SECTIONS), device)
-    # DDP objects are in reference cycles: without gc.collect() some processes abort at exit. Not in
-    # a "finally": after an error, NCCL would wait here for ranks that never come.
+    # Step 6: leave. First free DDP, whose threads can abort a process that ends while they run. Not
+    # in a "finally": after an error, NCCL would wait here for ranks that never come.
     gc.collect()
     dist.destroy_process_group()
 
@@ -90,9 +92,24 @@ def show_sections(names, device):
         for line in [f"== {name}", *inspect.getdoc(SECTIONS[name]).splitlines()]:
             log(line)
         SECTIONS[name](dist.get_rank(), dist.get_world_size(), device)
-    gathered(None)  # rank 0 speaks for all, so it waits: a rank that failed a check never comes
+    gathered(None)  # all wait here: if a check fails on a rank, rank 0 does not report success
     log(f"{len(names)} of {len(names)} sections passed their checks on"
         f" {dist.get_world_size()} ranks")
+
+
+# Collectives: every rank of the group must make the call, or the others wait. A collective works
+# in place, or fills a tensor that you provide. Shapes and dtypes must be the same on all ranks.
+# Otherwise the result can be wrong, and nothing reports it.
+# (A section prints its docstring, so that you can read the output without this file.)
+
+
+def broadcast(rank, world_size, device):
+    """One rank's tensor goes to all. DDP begins with it: all replicas get rank 0's weights."""
+    tensor = tensor_of(rank, device)
+    before = tensor.clone()
+    dist.broadcast(tensor, src=0)
+    table({"before": before, "after": tensor})
+    assert_close(tensor, tensor_of(0, device))
 
 
 def tensor_of(rank, device, length=2):
@@ -103,43 +120,28 @@ def tensor_of(rank, device, length=2):
     return 10.0 * rank + torch.arange(1, length + 1, device=device)
 
 
-# Collectives: every rank of the group must make the call, or the others wait. They work in place,
-# or fill a tensor that you provide. Shapes and dtypes must be the same on all ranks. If they are
-# not, the result can be wrong, and nothing reports it.
-# (The docstring of a section is printed, so that you can read the output without this file.)
-
-
-def broadcast(rank, world_size, device):
-    """One rank's tensor goes to all. DDP begins so: every replica gets rank 0's weights."""
-    tensor = tensor_of(rank, device)
-    before = tensor.clone()
-    dist.broadcast(tensor, src=0)
-    table({"before": before, "after": tensor})
-    assert_close(tensor, tensor_of(0, device))
-
-
 def scatter(rank, world_size, device):
-    """One rank deals out a list, a tensor to each rank: say, data that only it can read."""
+    """One rank has a list, and sends each rank one tensor of it: data that one rank reads, say."""
     tensor = torch.zeros(2, device=device)
-    hand = [tensor_of(r, device) for r in range(world_size)] if rank == 0 else None
-    dist.scatter(tensor, hand, src=0)
-    table({"list on rank 0": hand, "after": tensor})
+    tensors = [tensor_of(r, device) for r in range(world_size)] if rank == 0 else None
+    dist.scatter(tensor, tensors, src=0)
+    table({"list on rank 0": tensors, "after": tensor})
     assert_close(tensor, tensor_of(rank, device))
 
 
 def gather(rank, world_size, device):
-    """The opposite: one rank collects everybody's tensor, to write results into one file, say."""
+    """The opposite of scatter: one rank gets all tensors, to write them into a file, say."""
     tensor = tensor_of(rank, device)
-    hand = [torch.zeros(2, device=device) for _ in range(world_size)] if rank == 0 else None
-    dist.gather(tensor, hand, dst=0)
-    table({"before": tensor, "after": hand})
+    tensors = [torch.zeros(2, device=device) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(tensor, tensors, dst=0)
+    table({"before": tensor, "after": tensors})
     if rank == 0:
-        assert_close(hand, [tensor_of(r, device) for r in range(world_size)])
+        assert_close(tensors, [tensor_of(r, device) for r in range(world_size)])
 
 
 def reduce(rank, world_size, device):
-    """The sum of all tensors, on one rank: say, a loss for the log, which rank 0 writes.
-    Do not use what the others hold afterwards: with Gloo, sums over a part of the ranks."""
+    """The sum of all tensors, on one rank: a loss, say, that rank 0 writes into its log.
+    Do not use what the other ranks hold afterwards: with Gloo, sums over some of the ranks."""
     tensor = tensor_of(rank, device)
     before = tensor.clone()
     dist.reduce(tensor, dst=0, op=dist.ReduceOp.SUM)
@@ -149,7 +151,7 @@ def reduce(rank, world_size, device):
 
 
 def all_reduce(rank, world_size, device):
-    """The sum (or another function) of all tensors, on every rank. DDP averages gradients so."""
+    """The sum (or mean, or maximum) of all tensors, on every rank: how DDP averages gradients."""
     results = {}
     for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
         results[op] = tensor_of(rank, device)
@@ -161,12 +163,12 @@ def all_reduce(rank, world_size, device):
 
 
 def all_gather(rank, world_size, device):
-    """Everybody's tensor, on every rank. Sharded training collects a layer's weights so.
-    Into a list of tensors, or, faster, into one tensor that has room for all."""
+    """All ranks' tensors, on every rank: in a list, or, faster, in one tensor. In sharded
+    training (ZeRO, FSDP), each rank keeps a part of each layer, and gathers the rest."""
     tensor = tensor_of(rank, device)
     as_list = [torch.zeros(2, device=device) for _ in range(world_size)]
     dist.all_gather(as_list, tensor)
-    # torch 2.15 prefers the names all_gather_single and reduce_scatter_single, which 2.10 lacks.
+    # torch 2.15 prefers the names all_gather_single and reduce_scatter_single, which 2.11 lacks.
     as_tensor = torch.zeros(2 * world_size, device=device)
     dist.all_gather_into_tensor(as_tensor, tensor)
     table({"before": tensor, "all_gather": as_list, "all_gather_into_tensor": as_tensor})
@@ -175,9 +177,9 @@ def all_gather(rank, world_size, device):
 
 
 def reduce_scatter(rank, world_size, device):
-    """All tensors are summed up, and each rank gets one chunk of the sum. In sharded training
-    (ZeRO, FSDP) a rank needs the gradients of its share alone: it takes the step there, and
-    all_gather hands the new weights out. The two together are an all_reduce."""
+    """All tensors are summed up, and each rank gets one chunk of the sum. In sharded training,
+    a rank updates its part of the weights, and needs the gradients of that part alone.
+    reduce_scatter and all_gather together are an all_reduce."""
     tensor = tensor_of(rank, device, length=world_size)
     chunk = torch.zeros(1, device=device)
     dist.reduce_scatter_tensor(chunk, tensor)
@@ -189,8 +191,8 @@ def reduce_scatter(rank, world_size, device):
 
 
 def all_to_all(rank, world_size, device):
-    """Chunk j of every rank goes to rank j: rows become columns. In a mixture of experts,
-    tokens travel so to the rank that has their expert, and back."""
+    """Chunk j of every rank goes to rank j: rows become columns. In a mixture of experts, each
+    rank has some experts (parts of a layer), and a token travels to its expert, and back."""
     tensor = tensor_of(rank, device, length=world_size)
     received = torch.zeros(world_size, device=device)
     dist.all_to_all_single(received, tensor)
@@ -200,9 +202,9 @@ def all_to_all(rank, world_size, device):
 
 
 def barrier(rank, world_size, device):
-    """Nobody goes on before all have come: rank 0 prepares the data, say, and the others wait.
-    Rarely needed: a collective that brings a result from all ranks waits for them anyway."""
-    # The others wait no longer than the timeout: if rank 0 needs longer, set a longer one.
+    """No rank goes on before all have come: the others wait while rank 0 prepares data, say.
+    Rarely needed: a collective with a result from all ranks waits for all of them anyway."""
+    # The others wait no longer than the timeout. If rank 0 needs more time, set a longer one.
     time.sleep(0.1 * rank)  # each rank comes a little later than the one before
     came = time.time()
     dist.barrier()
@@ -218,10 +220,9 @@ def barrier(rank, world_size, device):
 
 
 def monitored_barrier(rank, world_size, device):
-    """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it,
-    and a Gloo group can stand beside NCCL's. (On stderr, torch itself prints the error
-    too.)"""
-    # A new group does not take over the timeout of the first: without one, it has the default.
+    """A barrier that says who is missing: here the last rank, on purpose. Only Gloo has it;
+    with NCCL, make a Gloo group, as here. (torch itself prints the error on stderr, too.)"""
+    # A new group does not take over the first group's timeout: give it one, or it has the default.
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     reason = "stays away"
     dist.barrier()  # so that no other rank is late
@@ -241,12 +242,12 @@ def monitored_barrier(rank, world_size, device):
 
 
 def send_recv(rank, world_size, device):
-    """Rank 0 sends, rank 1 receives. Each call returns when its part is done; with NCCL, when
-    the GPU has it in its queue."""
+    """Rank 0 sends, rank 1 receives. Each call returns when the tensor is sent, or received;
+    with NCCL, as soon as the GPU has the work in its queue."""
     tensor = tensor_of(rank, device)
     before = tensor.clone()
-    # Trap: if both ranks called send first, each would wait for the other's recv. With
-    # Gloo, send returns when the other side has received, however small the tensor is.
+    # Trap: if both ranks called send first, each would wait for the other's recv. (With Gloo,
+    # send returns when the other side has received, however small the tensor is.)
     if rank == 0:
         dist.send(tensor, dst=1)
     elif rank == 1:
@@ -256,8 +257,8 @@ def send_recv(rank, world_size, device):
 
 
 def isend_irecv(rank, world_size, device):
-    """i for immediate: the calls return at once. Ranks 0 and 1 swap their tensors; each could
-    compute in the meantime, and wait() says when the tensors may be used again."""
+    """i for immediate: the calls return at once. Ranks 0 and 1 swap their tensors. Each could
+    compute in the meantime. After wait(), the tensors may be used again."""
     tensor, received = tensor_of(rank, device), torch.zeros(2, device=device)
     work = []
     if rank == 0:
@@ -273,7 +274,7 @@ def isend_irecv(rank, world_size, device):
 
 def batch_isend_irecv(rank, world_size, device):
     """Every rank sends to the next and receives from the one before, all at the same time.
-    Given as one batch, the order of sends and receives cannot lock the ranks up."""
+    Sends and receives that go as one batch do not block each other, whatever their order."""
     tensor, received = tensor_of(rank, device), torch.zeros(2, device=device)
     exchange(tensor, received)
     table({"before": tensor, "received": received})
@@ -283,7 +284,7 @@ def batch_isend_irecv(rank, world_size, device):
 def exchange(outgoing, incoming):
     """Send a tensor to the next rank on the ring, and receive one from the rank before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # With Gloo, a separate isend and irecv would do. With NCCL both can be in one queue. Then each
+    # With Gloo, a separate isend and irecv would do. With NCCL, both can be in one queue. Then each
     # send waits for a receive that is queued behind another rank's send, and all ranks hang.
     for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
@@ -295,14 +296,14 @@ def exchange(outgoing, incoming):
 
 
 def async_op(rank, world_size, device):
-    """With async_op=True a collective runs while the rank computes. Before wait() its tensor
-    holds old numbers, new ones or a mixture: no error tells. (NCCL's calls all return at
-    once, and its wait() holds up the GPU's queue, not the CPU.)"""
+    """With async_op=True a collective runs while the rank computes. Before wait(), its tensor
+    holds old numbers, new ones or a mixture, and no error says so. (With NCCL, all calls
+    return at once, and wait() holds up the GPU's queue, not the CPU.)"""
     tensor = tensor_of(rank, device).repeat(500_000)  # 4 MB, so that it takes a while
     before, matrix, products = tensor[:2].clone(), torch.eye(128, device=device), 0
     work = dist.all_reduce(tensor, async_op=True)
     too_early = tensor[:2].clone()  # the bug
-    while not work.is_completed():  # usually: the backward pass of the layers below
+    while not work.is_completed():  # in DDP: the backward pass of earlier layers
         matrix = matrix @ matrix
         products += 1
     work.wait()
@@ -313,8 +314,8 @@ def async_op(rank, world_size, device):
 
 
 def groups(rank, world_size, device):
-    """Some ranks talk among themselves: data, tensor and pipeline parallelism in one job are
-    groups. There a rank has a second number; src and dst mean global ranks even so."""
+    """Some ranks exchange tensors among themselves, for pipeline parallelism, say (06). In a
+    group, a rank has a second number. But src and dst are the numbers in the whole job."""
     # Every rank must make every group, in the same order, also those that it is not in. Groups are
     # numbered as they are made: if a rank skips a call, another group hangs later.
     even, odd = (dist.new_group(list(range(first, world_size, 2)), timeout=TIMEOUT)
@@ -331,8 +332,8 @@ def groups(rank, world_size, device):
 
 
 def objects(rank, world_size, device):
-    """Anything that pickles can travel: settings, names, a list of results. Slow: for small
-    things. And unpickling can run any code: only among processes that you trust."""
+    """Anything that pickle takes can travel: settings, names, a list of results. This is slow.
+    Unpickling can run any code: use this only among processes that you trust."""
     settings = [{"lr": 0.03}] if rank == 0 else [None]
     received, everyone = settings.copy(), [None] * world_size
     dist.broadcast_object_list(received, src=0)
@@ -347,8 +348,8 @@ def objects(rank, world_size, device):
 
 def ring(rank, world_size, device):
     """The all_reduce by hand. Every rank sends to the next one only, so that all links are
-    equally busy. First the chunks go round and are summed up, as in reduce_scatter; then
-    each rank owns a finished chunk, and those go round, as in all_gather."""
+    equally busy. First the chunks go round and are summed up, as in reduce_scatter. Then
+    each rank has one finished chunk, and the finished chunks go round, as in all_gather."""
     tensor = tensor_of(rank, device, length=world_size)  # chunks of one number each
     steps = [tensor.clone()]
     ring_all_reduce(tensor, steps)
@@ -375,8 +376,8 @@ def ring_all_reduce(tensor, steps=None):
     """Sum a contiguous tensor of any shape over all ranks, in place; return the bytes sent.
 
     Each of N ranks sends 2 (N - 1) / N of the tensor. That is the least possible: Patarasuk and
-    Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009. But it takes
-    2 (N - 1) steps; for a small tensor, a tree is better because it takes fewer.
+    Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009. But a ring
+    takes 2 (N - 1) steps. For a small tensor a tree is better, because it takes fewer.
     steps: a list to which a copy of the tensor is added after each step.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -399,8 +400,8 @@ def ring_all_reduce(tensor, steps=None):
 
 
 def ddp(rank, world_size, device):
-    """DistributedDataParallel by hand. Gradients come from the last layer to the first; when a
-    bucket of them is complete its all_reduce starts, while backward goes on below."""
+    """DistributedDataParallel by hand. Backward goes from the last layer to the first. When a
+    bucket of gradients is complete, its all_reduce starts, while backward goes on."""
     torch.manual_seed(rank)  # other weights and another batch on each rank
     layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
     model = nn.Sequential(*layers).to(device)
@@ -426,7 +427,7 @@ def ddp(rank, world_size, device):
 class BucketedDDP(nn.Module):
     """Average the gradients of a module over all ranks, in buckets, while backward still runs.
 
-    A bucket is a group of gradients that are sent as one tensor; with bucket_bytes it is full.
+    A bucket is some gradients that are sent as one tensor. It is full when it has bucket_bytes.
     module: its parameters must be on their device already. Call wait() after every backward(),
     before the optimizer's step. It raises RuntimeError if a parameter got no gradient.
     DDP can do more: parameters without a gradient, gradients that stay in the buckets, buffers (of
@@ -483,11 +484,10 @@ def show_overlap(model, batch, target):
     loss.backward()
     end, back = time.perf_counter(), sum(work.is_completed() for work, _, _ in model.pending)
     model.wait()  # optimizer.step() would come after this
-    if batch.is_cuda:
-        torch.cuda.synchronize()
+    if batch.device.type != "cpu":
+        torch.accelerator.synchronize()
     waited = time.perf_counter()
-    on_gpu = "; the GPU itself does each a little later" if batch.is_cuda else ""
-    log(f"  a second backward pass, as the CPU of rank 0 sees it{on_gpu}:")
+    log("  a second backward pass, as the CPU of rank 0 sees it:")
     for index, (moment, missing) in enumerate(model.started):
         log(f"    {1000 * (moment - start):6.2f} ms  bucket {index} is complete, its all_reduce"
             f" starts; gradients still to come: {missing}")
@@ -510,10 +510,9 @@ BENCHMARKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring")
 def benchmark(names, device):
     """Print time and bandwidths of the operations, from 4 KiB to 64 MiB.
 
-    Algorithm bandwidth is size / time. Bus bandwidth is that, times the bytes that a rank has to
-    send for each byte of the tensor. You can compare it with the speed of the link between ranks,
-    whatever their number. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md. On a GPU, unlike
-    there, the time of a small tensor includes that of the call from Python.
+    Algorithm bandwidth is size / time. Bus bandwidth is algorithm bandwidth times the bytes that a
+    rank has to send for each byte of the tensor. Compare bus bandwidth with the speed of the link
+    between ranks, whatever their number. Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
     log("size: of the whole tensor. time: until the slowest rank is done, median of 11 after 3 to")
     log("warm up. algbw: size / time. busbw: algbw x factor, which is defined as in nccl-tests.")
@@ -555,10 +554,10 @@ def measure(call, device):
     seconds = torch.zeros(14, device=device)
     for n in range(len(seconds)):
         dist.barrier()  # start together: otherwise a rank's time includes its wait for the others
-        # On a GPU the call returns at once, so the GPU measures. For small tensors this includes
-        # the CPU's time to launch the call (nccl-tests leaves that out).
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # On a GPU the call returns at once, and so the GPU measures. For small tensors its figure
+        # includes the CPU's time to launch the call (nccl-tests leaves that out).
+        if device.type != "cpu":
+            start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()
@@ -602,14 +601,27 @@ def gathered(value):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def share_cores(local_world_size):
@@ -618,7 +630,7 @@ def share_cores(local_world_size):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
     # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not torch.cuda.is_available():
+    if not count_gpus():
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -1,14 +1,14 @@
-"""How processes find each other: a TCPStore, one small server for keys and values that all know.
+"""How processes find each other: a TCPStore, one small server for keys and values.
 
-    python 05_tcpstore.py                 # starts 3 processes itself; --nprocs 4 for 4
-    python 05_tcpstore.py --role server --port 29605      # the same in two terminals: here first
-    python 05_tcpstore.py --role client --port 29605      # and here second
+    python 05_tcpstore.py                                 # starts 3 processes itself
+    python 05_tcpstore.py --role server --port 29605      # or in two terminals: this first,
+    python 05_tcpstore.py --role client --port 29605      # then this in the other
 
 On two machines, give both --host, the server's address, and set GLOO_SOCKET_IFNAME to the network
 interface (eth0, for example). Otherwise Gloo may choose loopback, which no other machine can reach.
-You will see what the store can do, and what is built from it: a leader, a barrier (all wait for
-all), a work queue, heartbeats (signs of life), process groups. init_process_group begins with a
-store, mostly this one: each rank leaves its address there for the others.
+You will see what the store can do, and what is built from a store: a leader, a barrier (all wait
+for all), a work queue, heartbeats (signs of life), process groups. In init_process_group, each rank
+leaves its address in a store, mostly a TCPStore, and reads those of the others.
 
     [rank 0/3] == set_get
     [rank 0/3] What one process sets, all others can get. A get waits until the key is there.
@@ -18,10 +18,10 @@ store, mostly this one: each rank leaves its address there for the others.
     [rank 2/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
     [rank 1/3] get("greeting") returns b'hello from pid 4242' after 0.31 s
 
-New here: a store needs no process group. (One lesson makes some.) A rank is a process's number:
-here the order in which they came. Rank 0 has the server. A TCPStore has no password: anyone who
-reaches its port can read and change everything. Keep it on loopback or on a private network.
-Next: 06_model_parallel_ddp.py, for a model that one device cannot hold.
+New here: a store needs no process group. (One lesson makes some.) Rank 0 has the server. The others
+get their ranks in the order in which they come. A TCPStore has no password: anyone who reaches its
+port can read and change everything. Keep it on loopback or on a private network.
+Read 01 before this. Here, begin with set_get, the first lesson. Next: recipes/go_on_without.py.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def run_server(host, port, world_size, own_clients):
     context = multiprocessing.get_context("spawn")
     children = [context.Process(target=run_child, args=(run_client, host, store.port), daemon=True)
                 for _ in range(world_size - 1 if own_clients else 0)]
-    # The visitor comes in one lesson only, work_queue, where it is killed.
+    # The visitor has no rank. It takes part in one lesson, work_queue, and is killed there.
     visitor = context.Process(target=run_child, args=(run_visitor, host, store.port), daemon=True)
     for process in [*children, visitor]:
         process.start()
@@ -132,7 +132,7 @@ def host_store(host, port):
 
 def connect(host, port, timeout=TIMEOUT, patience=10):
     """Return a store connected to the server. Stop if none answers within patience seconds."""
-    # TCPStore itself would try for its whole timeout, which is that of every get, and long.
+    # TCPStore itself would try for its whole timeout: that of every get, which is long.
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -209,9 +209,9 @@ def set_get(store, me):
 
 
 def wait_timeout(store, me):
-    """If nobody ever sets the key, wait and get end with an error, after 5 minutes. wait takes
-    another time; get uses that of the store (timeout, or set_timeout). Make it short
-    enough: a process that waits for one that has died should say so soon."""
+    """If nobody ever sets the key, wait and get end with an error, by default after 5 minutes.
+    You can give wait another time; get uses the store's (timeout, or set_timeout). Choose a
+    short one: a process that waits for one that has died should say so soon."""
     if me.rank == 0:
         start = time.perf_counter()
         result = outcome(store.wait, ["never set"], timedelta(seconds=0.5))
@@ -220,8 +220,8 @@ def wait_timeout(store, me):
 
 
 def keys(store, me):
-    """check asks without waiting, delete_key says whether there was something to delete,
-    num_keys counts all keys of a server: here of one that nobody else uses."""
+    """check asks without waiting. delete_key says whether there was something to delete.
+    num_keys counts all keys of a server: here of a server that nobody else uses."""
     if me.rank == 0:
         store = host_store(me.host, 0)
         before = store.num_keys()
@@ -244,21 +244,22 @@ def add(store, me):
     wait_for_all(store, me)
     for _ in range(300):
         store.add("atomic", 1)
-    for _ in range(300):
-        store.set("careless", str(int(store.get("careless")) + 1))
+    count = int(store.get("careless"))
+    wait_for_all(store, me)  # makes the unlucky order certain: all get before anyone sets
+    store.set("careless", str(count + 1))
     wait_for_all(store, me)
     if me.rank == 0:
         total = 300 * me.world_size
         atomic, careless = store.add("atomic", 0), int(store.get("careless"))
-        me.say(f"{me.world_size} processes count to 300 each: add gives {atomic} of {total},"
-               f" get and set {careless}")
-        expect(atomic, total)
+        me.say(f"{me.world_size} processes add 1, 300 times each: {atomic} of {total}")
+        me.say(f"{me.world_size} processes set what they got plus 1: {careless} of"
+               f" {me.world_size}")
+        expect((atomic, careless), (total, 1))
 
 
 def values_are_bytes(store, me):
-    """Values come back as bytes, numbers as decimal text. add on a key that holds other text
-    ends the connection: all later calls on it fail. So try that on a connection of its own,
-    as here."""
+    """Values come back as bytes, numbers as decimal text. Trap: add, on a key that holds other
+    text, ends the connection, and all later calls on that connection fail."""
     if me.rank == 0:
         store.set("text", "two")
         store.add("number", 2)
@@ -287,8 +288,8 @@ def append_and_multi(store, me):
 
 
 def queue(store, me):
-    """First in, first out, and each entry goes to one process. Take block=False, as here: a
-    pop that waits can be overtaken by another process, and fails like this one."""
+    """First in, first out, and each entry goes to one process. Use block=False, as here: a pop
+    that waits for an entry fails if another process then takes the entry first."""
     if me.rank == 0:
         for number in (1, 2, 3):
             store.queue_push("numbers", str(number))
@@ -302,7 +303,7 @@ def queue(store, me):
 
 
 def prefix_store(store, me):
-    """Two jobs on one server, each with a prefix of its own for its keys: they never meet."""
+    """Two jobs on one server. Each has a prefix of its own for its keys: they never collide."""
     job_a, job_b = dist.PrefixStore("job a", store), dist.PrefixStore("job b", store)
     if me.rank == 0:
         job_a.set("epoch", "7")
@@ -314,7 +315,7 @@ def prefix_store(store, me):
         me.say(f'get("epoch"): job a {got[0]}, job b {got[1]}; on the server "{key}" is {got[2]}')
 
 
-# What is built from it.
+# What is built from the store.
 
 
 def elect_leader(store, me):
@@ -322,7 +323,7 @@ def elect_leader(store, me):
     value it has then. All try to be first, one succeeds, and every process learns who."""
     # "" means: the key is missing, or empty. Trap: if the key is missing and you expect anything
     # else, compare_set writes nothing and returns what you expected, as if it were there.
-    # This leader stays leader even when it dies. An election that lasts also needs a heartbeat.
+    # This leader stays leader even when it dies. To elect another, a job also needs a heartbeat.
     leader = int(store.compare_set("leader", "", str(me.rank)))
     me.say(f"the leader is rank {leader}{', that is me' if leader == me.rank else ''}")
     store.set(f"vote/{me.rank}", str(leader))
@@ -331,8 +332,8 @@ def elect_leader(store, me):
 
 
 def barrier_100_times(store, me):
-    """The barrier that stands between all lessons here, ten lines of add, set and wait, 100
-    times. Each process counts itself before it; after it, the count must be complete."""
+    """The barrier between the lessons (wait_for_all: ten lines of add, set, wait), 100 times.
+    Each process counts itself before a barrier. After the barrier, the count is complete."""
     early = 0
     for use in range(100):
         store.add(f"count {use}", 1)
@@ -358,7 +359,7 @@ def wait_for_all(store, me, key="barrier"):
 
 def work_queue(store, me):
     """20 tasks, each done once, though workers come and go: rank 1 leaves after three, the
-    last rank comes late, and a visitor is killed with a task in its hands."""
+    last rank comes late, and a visitor is killed before its task is done."""
     tasks, finished = [str(task) for task in range(20)], threading.Event()
     heart = threading.Thread(
         target=beat, args=(store.clone(), f"rank {me.rank}", finished), daemon=True)
@@ -383,8 +384,8 @@ def work_queue(store, me):
 
 def beat(store, name, finished):
     """Add to a key ten times a second: the heartbeat, a sign that this process is alive."""
-    # Give it a connection of its own (a clone). A connection does one call at a time, so a get that
-    # waits would stop the heartbeat.
+    # Give the heartbeat a connection of its own (a clone). A connection does one call at a time: a
+    # get that waits would stop the heartbeat.
     with contextlib.suppress(dist.DistError):  # the main thread will report it
         while not finished.wait(0.1):
             store.add(f"beat/{name}", 1)
@@ -392,7 +393,7 @@ def beat(store, name, finished):
 
 def run_visitor(host, port):
     """A process that takes a task, and works on it until it is killed."""
-    # Its connection waits longer: the other processes may come late.
+    # The visitor's connection waits longer: the other processes may come late.
     server = connect(host, port, timeout=timedelta(minutes=2), patience=2)
     store = dist.PrefixStore("work_queue", server)
     threading.Thread(
@@ -411,7 +412,7 @@ def kill_visitor(store, me):
     alive = is_alive(store, "visitor")
     me.say(f"the visitor, pid {int(pid)}, has task {int(task)}; heartbeat: {alive}")
     expect(alive, True)
-    # Anyone can write to a store, so never kill a pid only because it is there: this is our child.
+    # Anyone can write to a store. So never kill a pid that stands there, unless it is your child's.
     [child] = [c for c in multiprocessing.active_children() if c.pid == int(pid)]
     child.kill()
     me.say("the visitor is killed")
@@ -440,11 +441,11 @@ def work(store, me, tasks):
                 requeue_lost_tasks(store, me, tasks)
             time.sleep(0.02)
             continue
-        # Trap: a process that dies here takes its task along, and no key names the owner. So a real
+        # Trap: if a process dies here, its task is lost, as no key names its owner yet. So a real
         # queue, when it has been empty for a while, also pushes tasks without an owner again.
         store.set(f"owner/{task}", f"rank {me.rank}")
         time.sleep(0.02)  # the work
-        # A slow process may be taken for dead. Then its task is done twice, and the first counts.
+        # A slow process may be taken for dead. Then its task is done twice. The first time counts.
         if store.add(f"times done/{task}", 1) == 1:
             mine.append(task)
             store.add("done", 1)
@@ -454,8 +455,8 @@ def work(store, me, tasks):
 def take_task(store):
     """Return a task from the queue, or None while it is empty."""
     # Without block=False, the call waits and then pops. In between another process can be faster.
-    # With torch 2.15 such a call also left an answer behind on its connection. The next wait there
-    # then returned at once, for a key that nobody had set.
+    # With torch 2.15, such a call also left an answer behind on its connection. The next wait on
+    # that connection then returned at once, for a key that nobody had set.
     try:
         return store.queue_pop("tasks", block=False).decode()
     except dist.QueueEmptyError:
@@ -476,12 +477,12 @@ def requeue_lost_tasks(store, me, tasks):
 
 def process_groups(store, me):
     """From a store to a process group: four ways, each followed by one all_reduce. torchrun
-    sets the variables of env:// and has the server; your own launcher may use any."""
+    sets the variables of env://, and has the server. A launcher of your own can use any way."""
     for way in ("env://", "tcp://", "file://", "store="):
         own, server, folder = dist.PrefixStore(way, store), None, None
         if me.rank == 0:
             # env:// and tcp:// need no server of yours: on rank 0, init_process_group starts one at
-            # that port. Here it finds this one (multi_tenant), whose port is certainly free.
+            # that port. Here it finds this one (multi_tenant): nobody else can take the port.
             server, folder = host_store(me.host, 0), tempfile.TemporaryDirectory()
             own.multi_set(["port", "folder"], [str(server.port), folder.name])
         port, path = int(own.get("port")), own.get("folder").decode()
@@ -520,7 +521,7 @@ def rendezvous_arguments(way, me, port, path, server):
 
 def server_ends_first(store, me):
     """When the process with the server ends, every call of the others fails, also a get that
-    waits. So the right end: the others say goodbye, and the server's process leaves last."""
+    waits. So the others must say goodbye, and the process with the server must leave last."""
     if me.rank == 0:
         server = host_store(me.host, 0)  # a second server, to end it
         store.set("port", str(server.port))

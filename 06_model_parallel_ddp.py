@@ -1,16 +1,18 @@
-"""A model split over two devices, or over two processes, and the split model replicated by DDP.
+"""Split a model over two devices, or over two processes, and train replicas of it with DDP.
 
-    torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py                  # CPU: both
+    torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py                  # CPU, both
     torchrun --standalone --nproc-per-node=2 06_model_parallel_ddp.py --mode devices   # 4 GPUs
     torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py --mode pipeline  # 4 GPUs
 
-If a model does not fit on one device, divide its layers. In mode devices, one process drives two
-devices, each with half of the layers. In mode pipeline, each half (a stage) has its own process.
-The stages send each other activations (the output of a layer) and their gradients. Both ways cut a
-batch into smaller micro-batches, so that both halves can work at the same time. Around that,
-DistributedDataParallel (DDP) trains replicas: copies of the split model, which see different
-examples and average their gradients. You will see that loss and gradients are those of the unsplit
-model, how much memory each rank (process) needs, and the pipeline at work:
+If a model does not fit on one device, cut it between two of its layers. There are two ways:
+- mode devices: one process drives two devices, each with half of the layers.
+- mode pipeline: each half, a stage, has a process (a rank) of its own. The stages send each other
+  activations (the output of a layer) and their gradients.
+Take devices if two GPUs of a machine are enough, pipeline for more GPUs or machines; and see first
+whether docs/which_parallelism.md has an easier way. (This is a lesson, not a template: for your own
+training, see the notes at the second step 5.) Both ways cut a batch into micro-batches: while one
+half of the model computes one of them, the other half computes the next. DDP trains replicas
+(copies) of the split model, as in 01. Loss and gradients are those of the unsplit model:
 
     [rank 0/4]             stage 0     stage 1
     [rank 0/4] replica 0   rank 0  <-> rank 1
@@ -18,12 +20,14 @@ model, how much memory each rank (process) needs, and the pipeline at work:
     [rank 0/4] pipeline, 1F1B: gradients off by 4.7e-07, loss by 9.8e-08
     [rank 0/4] stage 0 |001.............aaaaa222222..bbbbbb3.....ccccccc...........ddddddddddd|
     [rank 0/4] stage 1 |...00aaaaaaa...111bbbb......222cccccc...333dddddddddddddd.............|
-    [rank 0/4] 1F1B: idle 41%. The bubble at start and end alone is (p - 1) / (m + p - 1) = 20%
+    [rank 0/4] 1F1B: idle 41%. The bubble alone is (p - 1) / (m + p - 1) = 20%, for p = 2 stages
     [rank 0/4] 2 replicas of each stage are identical, sha256 e7c69206c97e, 11148062c836
 
-In the bubble a stage has nothing to do yet, or nothing any more. (These four processes share two
-cores, so a stage also waits for a core.) New here: a model on two devices, meshes, pipelines. For a
-single layer that is too big for a device: recipes/tensor_parallel.py, recipes/shard_with_fsdp2.py.
+Time goes to the right. 0 to 3: the forward passes of m = 4 micro-batches; a to d: their backward
+passes; a dot: idle. 1F1B is a schedule: one forward, one backward, in turns. The bubble is the idle
+time while the pipeline fills and empties. (Here, four processes also wait for one of two cores.)
+Read 01 before this. Here, read main, train_devices and TwoDevices, then train_pipeline; skip the
+checks. Next: docs/which_parallelism.md, for a layer too big for a device.
 """
 
 import argparse
@@ -40,7 +44,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # imported by DDP, after step 2, it would keep the group open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -50,7 +54,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 SEED = 0
 TIMEOUT = timedelta(minutes=2)  # how long ranks wait for each other; default: NCCL 10, Gloo 30
-WIDTH, BLOCKS, CLASSES, STAGES = 256, 8, 10, 2
+WIDTH, BLOCKS, CLASSES = 256, 8, 10
+STAGES = 2  # of the pipeline; the number of processes must be a multiple of it
 
 
 @record  # passes an exception's traceback to torchrun; without it, torchrun's report shows none
@@ -64,80 +69,75 @@ def main():
     local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     check_call(args, world_size, local_world_size)
-    if torch.cuda.is_available() and args.mode == "devices":
-        devices = [torch.device("cuda", 2 * local_rank), torch.device("cuda", 2 * local_rank + 1)]
-        device, backend = pick_device(2 * local_rank)
-    else:
-        device, backend = pick_device(local_rank)
-        devices = [device, device]
+    # In mode devices, a process takes two GPUs: number 2 * local_rank, and the next one.
+    device, backend = pick_device(2 * local_rank if args.mode == "devices" else local_rank)
     share_cores(local_world_size)
     if local_world_size == world_size:  # the whole job is on this machine
         listen_locally()
 
-    # Step 2: meet. The processes form a group, in which each has a number (rank).
-    # device_id binds the group to one GPU: right for a stage, wrong for a process that drives two.
-    # torch 2.15 has new code for NCCL, which binds it in any case. This brings the older code back.
-    bound = device if device.type == "cuda" and args.mode == "pipeline" else None
-    if args.mode == "devices":
-        os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # torch reads it in init_process_group
+    # Step 2: meet. The processes form a group, in which each has a number (rank). device_id binds
+    # the group to one GPU: right for a stage, wrong for a process that drives two, as DDP then
+    # exchanges gradients on both. (The new code for NCCL in torch 2.15 binds it in any case.
+    # TORCH_DIST_USE_NCCL2=0 selects the older code.)
+    bound = device if device.type != "cpu" and args.mode == "pipeline" else None
+    if backend == "nccl" and args.mode == "devices":
+        os.environ["TORCH_DIST_USE_NCCL2"] = "0"
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound)
     log(f"pid {os.getpid()}, {device}, {backend}", every_rank=True)
     log(f"batch size {args.batch_size}: each replica cuts its share into {args.microbatches}"
         " micro-batches.")
 
-    # Steps 3 to 5: share the data, wrap the model, train. Each way has a function of its own.
     if args.mode in ("devices", "all"):
-        train_devices(devices, args)
+        train_devices(device, args)  # steps 3, 4 and 5
     if args.mode in ("pipeline", "all"):
-        train_pipeline(device, args)
+        train_pipeline(device, args)  # steps 3, 4 and 5, the second way
 
-    # Step 6: leave. DDP objects are in reference cycles: without gc.collect() some processes abort
-    # at exit. Not in a "finally": after an error, NCCL would wait here for ranks that never come.
+    # Step 6: leave. First free DDP, whose threads can abort a process that ends while they run. Not
+    # in a "finally": after an error, NCCL would wait here for ranks that never come.
     gc.collect()
     dist.destroy_process_group()
 
 
-def train_devices(devices, args):
+def train_devices(device, args):
     """First way: one process drives two devices, and is one replica."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    second = device if device.type == "cpu" else torch.device(device.type, device.index + 1)
+    devices = [device, second]
     log("== devices: each rank is a replica, one process that drives two devices")
     for other, pair in enumerate(gathered(devices)):
         log(f"rank {other}: first half on {pair[0]}, second half on {pair[1]}")
     if devices[0] == devices[1]:
         log("the halves share the CPU: the code is the same, but there is nothing to gain")
 
-    # Step 3: share the data. Each replica takes its own examples from every batch.
-    share = next(batches(0, args.batch_size, rank, world_size))
+    # Step 3: share the data. batches gives each replica a share of its own of every batch. Training
+    # (step 5) goes through all batches. The checks before it use the share of one batch, the probe.
+    probe = next(batches(0, args.batch_size, rank, world_size))
 
-    # Step 4: wrap the model. DDP starts all replicas from the same weights. Do not pass device_ids:
-    # that names the one device of a model, and DDP refuses it for a model on two. Without it, DDP
-    # leaves the parameters where they are. gradient_as_bucket_view: DDP sends gradients in buckets
-    # (many in one tensor). They live there, instead of a second time beside them.
+    # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. (Other guides
+    # give it device_ids=[local_rank]. That is for a model on one device: DDP refuses it here.)
     split = TwoDevices(make_model(), devices, args.microbatches)  # your model
     model = DDP(split, gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # your optimizer
 
-    def step(inputs, labels):
-        labels = labels.to(devices[1])  # first: after the forward pass, this copy would wait for it
+    def forward_backward(inputs, labels):
+        labels = labels.to(devices[1])  # first: a copy waits for all work in a GPU's queue
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), labels)  # your loss
         loss.backward()  # in here DDP averages the gradients over the replicas
         return loss.detach()
 
-    # Does the split model compute what the unsplit one does? And how long does a step take?
-    seconds = {}
-    for microbatches in (args.microbatches, 1):
+    # Checks, for the lesson only: does the split model compute what the unsplit one does, and how
+    # long does that take? Leave them out of your script. (They make the whole model.)
+    for microbatches in (1, args.microbatches):
         split.microbatches = microbatches
-        name = f"devices, {microbatches} micro-batches" if microbatches > 1 else "devices, no cut"
-        compare_with_unsplit(name, args.batch_size, step(*share), world_size, split)
-        seconds[microbatches] = seconds_of(lambda: step(*share), devices)
-    log(f"a step: {1000 * seconds[1]:.1f} ms with the share in one piece,"
-        f" {1000 * seconds[args.microbatches]:.1f} ms in {args.microbatches} micro-batches")
-    split.microbatches = args.microbatches
-    check_backward(split, lambda: step(*share))
+        name = f"devices, {microbatches} micro-batch{'es' if microbatches > 1 else ''}"
+        compare_with_unsplit(name, args.batch_size, forward_backward(*probe), world_size, split)
+        seconds = seconds_of(lambda: forward_backward(*probe), devices)
+        log(f"{name}: {1000 * seconds:.1f} ms for forward and backward pass")
+    check_backward(split, lambda: forward_backward(*probe))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports.
-    train_epochs(args, step, optimizer, rank, world_size)
+    train_epochs(args, forward_backward, optimizer, rank, world_size)
     compare_replicas(model, "the model")
     show_memory(split.first, optimizer, "first half")
     show_memory(split.second, optimizer, "second half")
@@ -149,17 +149,20 @@ class TwoDevices(nn.Module):
     def __init__(self, model, devices, microbatches):
         super().__init__()
         self.devices, self.microbatches = devices, microbatches
+        # Cut where both halves take about as much time, and fit. If your model is no nn.Sequential,
+        # write its halves as two modules: what the first returns is what the second takes. If that
+        # is more than one tensor, split and move each in forward.
         self.first = model[: BLOCKS // 2].to(devices[0])
         self.second = model[BLOCKS // 2 :].to(devices[1])
 
     def forward(self, x):
-        # Python does not wait for a GPU: it queues the work and goes on. So the first device can
+        # Python does not wait for a GPU: it queues the work and goes on. So the first GPU can
         # compute the next micro-batch while the second still has the one before. With the batch in
-        # one piece (microbatches = 1), each device would be idle while the other computes.
-        # Queue each second half right after its copy. A copy waits for what both GPUs have in their
-        # queues, and what they get after it waits for the copy. If all copies came first, the
-        # second GPU would wait for the last of them. (This is read in torch's source code. The
-        # speed on two GPUs has not been measured.)
+        # one piece (microbatches = 1), each GPU would be idle while the other computes.
+        # Trap: .to copies between GPUs. A copy begins when both GPUs have done all that stands in
+        # their queues before it. So the order is: copy, second half, next copy, next second half.
+        # If all copies came first, the second GPU would wait for the last of them. (This is read in
+        # torch's source code. The speed on two GPUs has not been measured.)
         outputs = []
         for chunk in x.to(self.devices[0]).tensor_split(self.microbatches):
             between = self.first(chunk).to(self.devices[1])
@@ -167,23 +170,133 @@ class TwoDevices(nn.Module):
         return torch.cat(outputs)
 
 
-def check_backward(split, step):
-    """Raise RuntimeError unless backward() returns each micro-batch before it begins the next."""
-    # Of what is ready, autograd takes first what forward() did last. So the order of forward()
-    # decides whether the first device has work while the second goes on with the next micro-batch.
-    order = []
+def train_epochs(args, forward_backward, optimizer, replica, replicas):
+    """Train on this replica's share of every batch. Rank 0 reports each epoch's mean loss."""
+    for epoch in range(1, args.epochs + 1):
+        losses = []
+        for inputs, labels in batches(epoch, args.batch_size, replica, replicas):
+            losses.append(forward_backward(inputs, labels))  # in here DDP averages gradients
+            optimizer.step()  # no exchange here: all replicas take the same step
+        loss = sum(gathered(torch.stack(losses).mean().item())) / replicas
+        log(f"epoch {epoch}/{args.epochs} | loss {loss:.4f}")
 
-    def note(tensor, what):
-        tensor.register_hook(lambda gradient: order.append(what))  # called in the backward pass
 
-    hooks = (split.second.register_forward_hook(lambda _, inputs, output: note(output, "begins")),
-             split.second.register_forward_pre_hook(lambda _, inputs: note(inputs[0], "returns")))
-    step()
-    for hook in hooks:
-        hook.remove()
-    if order != ["begins", "returns"] * split.microbatches:
-        raise RuntimeError(f"backward leaves the first device idle: a micro-batch {order}")
-    log("backward: each micro-batch returns to the first half before the second begins another")
+def train_pipeline(device, args):
+    """Second way: one process for each stage; the stages in a row are one replica."""
+    replicas = dist.get_world_size() // STAGES
+    # A mesh is a grid of ranks: a row for each replica, a column for each stage. It makes a process
+    # group of each column ("dp", data parallel: replicas of one stage) and of each row ("pp",
+    # pipeline parallel: the stages of one replica). These groups do not take over TIMEOUT.
+    mesh = init_device_mesh(device.type, (replicas, STAGES), mesh_dim_names=("dp", "pp"))
+    if hasattr(dist, "set_timeout"):  # torch 2.11 has no such function
+        for group in mesh.get_all_groups():
+            dist.set_timeout(TIMEOUT, group)
+    # This rank's place in its column, and in its row (which has nothing to do with LOCAL_RANK):
+    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    log("== pipeline: each rank is a stage. In a row activations go right, and gradients left; DDP")
+    log("averages gradients in a column. Each row and each column is a process group of its own:")
+    show_grid(mesh)
+
+    # Step 3: share the data. By replica, not by rank: the stages of a replica need the same share.
+    # With the loader of 01 instead of batches: DistributedSampler(train_set, num_replicas=replicas,
+    # rank=replica, seed=SEED, drop_last=True), and share = batch_size // replicas.
+    probe = next(batches(0, args.batch_size, replica, replicas))
+
+    # Step 4: build the model, and wrap it. Each rank keeps its stage only. DDP gets the group of
+    # its column, and so averages gradients over the replicas of this stage. Here the whole model is
+    # made and then cut. If yours is too big to be made in one piece, make only the stage's layers.
+    # If yours is no nn.Sequential, write a module for each stage, which takes what the one before
+    # returns: a tensor, or a tuple of tensors. (If all stages need a mask, each rank gives that of
+    # the whole share to schedule.step(..., mask=mask), which cuts it up.) No weights may be in two
+    # stages: tied ones would come apart.
+    model = make_model()  # your model
+    cuts = [BLOCKS * number // STAGES for number in range(STAGES)] + [len(model)]
+    half = model[cuts[stage] : cuts[stage + 1]]
+    model = DDP(half.to(device), process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+    settle_stage(model, device)  # without it, the second step fails
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # your optimizer
+
+    def forward_backward(schedule, inputs, labels):
+        optimizer.zero_grad()
+        losses = []
+        # The first stage takes the inputs, the last stage the labels. schedule.step changes no
+        # weights: it runs the forward and backward passes of all micro-batches. It adds up their
+        # gradients and divides by their number (right for a mean loss, wrong for a sum). It tells
+        # DDP to average the gradients over the replicas in the last backward pass alone.
+        if stage == 0:
+            schedule.step(inputs.to(device))
+        elif stage < STAGES - 1:
+            schedule.step()
+        else:
+            schedule.step(target=labels.to(device), losses=losses)
+        # Only the last stage knows the loss. The other returns 0: the sum over ranks stays right.
+        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
+
+    # Checks, for the lesson only: does the split model compute what the unsplit one does? When does
+    # each stage compute? GPipe runs all forward passes, then all backward passes. 1F1B (one
+    # forward, one backward) starts a backward pass as soon as it can, and so keeps fewer
+    # activations in memory.
+    for schedule_class in (ScheduleGPipe, Schedule1F1B):
+        # With NCCL, torch 2.15 warns here of "an eager NCCL communicator". The warning is about a
+        # stage that exchanges tensors with several others. Here each stage has one neighbour.
+        timed = TimedStage(model, stage, STAGES, device, group=mesh.get_group("pp"))
+        schedule = schedule_class(timed, args.microbatches, loss_fn=cross_entropy)  # your loss
+        name = schedule_class.__name__.removeprefix("Schedule")
+        loss = forward_backward(schedule, *probe)
+        compare_with_unsplit(f"pipeline, {name}", args.batch_size, loss, replicas, half)
+        runs = []
+        for _ in range(5):
+            timed.spans = ()
+            dist.barrier()
+            forward_backward(schedule, *probe)
+            runs.append(gathered(timed.spans)[:STAGES])  # replica 0 has the first ranks
+        show_schedule(name, min(runs, key=duration), args.microbatches)
+
+    # Step 5: train. As in the first way, but with a plain stage: TimedStage, which measures, makes
+    # Python wait for the GPU. Notes for a training of your own:
+    # - All batches, and so all micro-batches, need the same shape.
+    # - To clip: add up the squared norms of the stages, by all_reduce with mesh.get_group("pp").
+    #   Scale the gradients of each stage by min(1, limit / the root of that).
+    # - To evaluate: call model.eval(), then schedule.eval with the arguments of schedule.step. On
+    #   the last stage, it returns the outputs of the batch: count there, and 0 on the other stages.
+    #   Then all ranks all_reduce the count. All replicas need equally many batches, as large as
+    #   those of training: fill up the last one, and do not count what you have filled in.
+    # - To save: each rank of replica 0 saves its stage and its optimizer, in a file of its own. A
+    #   slice of a Sequential keeps its names, so that all stages' state_dicts together are that of
+    #   the model. To resume, each rank loads its stage's file before DDP wraps the stage. A crash
+    #   may come between two of the saves: put the epoch into the names, and take the last epoch
+    #   that all stages have.
+    # - For bfloat16: put torch.autocast into the forward of your stages.
+    # - With class weights, divide by the weights of the whole batch. Before schedule.step, the last
+    #   stages compute total = class_weights[labels].sum(), and all_reduce it with
+    #   mesh.get_group("dp"). loss_fn, a function beside forward_backward that reads total, returns
+    #   cross_entropy(outputs, labels, weight=class_weights, reduction="sum") * args.microbatches
+    #   * replicas / total.
+    # - With dropout: seed in train_epochs by epoch and rank, as in 01.
+    # - In both modes, BatchNorm normalises each micro-batch by itself.
+    # In mode devices, the rest is as in 01, but labels and sums belong on the second device.
+    plain = PipelineStage(model, stage, STAGES, device, group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(plain, args.microbatches, loss_fn=cross_entropy)  # your loss
+    forward_backward = functools.partial(forward_backward, schedule)
+    train_epochs(args, forward_backward, optimizer, replica, replicas)
+    compare_replicas(model, "each stage", stage)
+    show_memory(half, optimizer, f"stage {stage}")
+
+
+def settle_stage(model, device):
+    """Let DDP arrange its buckets now: otherwise the second step of the pipeline fails."""
+    # During its first backward pass, DDP records the order in which gradients come. At the next
+    # forward pass it arranges its buckets in that order. But the first step of a pipeline records
+    # each gradient twice (torch 2.15). Then the next forward pass fails: "rebuilt parameter indices
+    # size is not same as original model parameters size". So make two passes without a pipeline
+    # first. (find_unused_parameters=True also helps, but searches the model's graph in every step.
+    # With BatchNorm, put its buffers back afterwards, as settle_buckets in 02.)
+    for _ in range(2):
+        model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # your stage's kind of input
+        model.zero_grad()
+
+
+# The checks of both ways. Skip them at first.
 
 
 def compare_with_unsplit(what, batch_size, loss, replicas, module):
@@ -212,6 +325,25 @@ def compare_with_unsplit(what, batch_size, loss, replicas, module):
         raise RuntimeError("the split model does not compute what the unsplit one does")
 
 
+def check_backward(split, forward_backward):
+    """Raise RuntimeError unless backward() returns each micro-batch before it begins the next."""
+    # Of what is ready, autograd takes first what forward() did last. So the order of forward()
+    # decides whether the first device has work while the second goes on with the next micro-batch.
+    order = []
+
+    def note(tensor, what):
+        tensor.register_hook(lambda gradient: order.append(what))  # called in the backward pass
+
+    hooks = (split.second.register_forward_hook(lambda _, inputs, output: note(output, "begins")),
+             split.second.register_forward_pre_hook(lambda _, inputs: note(inputs[0], "returns")))
+    forward_backward()
+    for hook in hooks:
+        hook.remove()
+    if order != ["begins", "returns"] * split.microbatches:
+        raise RuntimeError(f"backward leaves the first device idle: a micro-batch {order}")
+    log("backward: each micro-batch returns to the first half before the second begins another")
+
+
 def compare_replicas(model, what, part=0):
     """Raise RuntimeError unless all replicas of each part have the same weights, bit for bit."""
     sha256 = hashlib.sha256()
@@ -230,88 +362,7 @@ def compare_replicas(model, what, part=0):
             f" sha256 {', '.join(found[0] for found in digests.values())}")
 
 
-def train_pipeline(device, args):
-    """Second way: one process for each stage; the stages in a row are one replica."""
-    replicas = dist.get_world_size() // STAGES
-    # A mesh is a grid of ranks. It makes a process group for each column ("dp": data parallel) and
-    # for each row ("pp": pipeline parallel). They do not take over TIMEOUT.
-    mesh = init_device_mesh(device.type, (replicas, STAGES), mesh_dim_names=("dp", "pp"))
-    if hasattr(dist, "set_timeout"):  # torch 2.10 has no such function
-        for group in mesh.get_all_groups():
-            dist.set_timeout(TIMEOUT, group)
-    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    log("== pipeline: each rank is a stage. In a row activations go right, and gradients left; DDP")
-    log("averages gradients in a column. Each row and each column is a process group of its own:")
-    show_grid(mesh)
-
-    # Step 3: share the data. By replica, not by rank: the stages of a replica need the same share.
-    share = next(batches(0, args.batch_size, replica, replicas))
-
-    # Step 4: wrap the model. Each rank keeps its stage only, and DDP joins the ranks that have the
-    # same stage. Here the whole model is made and then cut. If yours is too big to be made in one
-    # piece, make only the layers of the stage.
-    half = make_model()[: BLOCKS // 2] if stage == 0 else make_model()[BLOCKS // 2 :]  # your model
-    model = DDP(half.to(device), process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    settle_stage(model, device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def step(schedule, inputs, labels):
-        optimizer.zero_grad()
-        losses = []
-        # The first stage takes the inputs, the last stage the labels. A schedule runs the forward
-        # and backward passes of all micro-batches. It adds up their gradients and divides by their
-        # number (right for a mean loss, wrong for a sum). In the last backward pass, DDP averages
-        # the gradients over the replicas.
-        if stage == 0:
-            schedule.step(inputs.to(device))
-        else:
-            schedule.step(target=labels.to(device), losses=losses)
-        # Only the last stage knows the loss. The other says 0, which leaves a sum over ranks right.
-        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
-
-    # Does the split model compute what the unsplit one does? And when does each stage compute what?
-    # GPipe runs all forward passes, then all backward passes. 1F1B (one forward, one backward)
-    # starts a backward pass as soon as it can, and so keeps fewer activations in memory.
-    for schedule_class in (ScheduleGPipe, Schedule1F1B):
-        # With NCCL, torch 2.15 warns here of "an eager NCCL communicator". That is about traffic to
-        # several other stages, and here each has one. (With more, try init_device_mesh's
-        # backend_override={"pp": "nccl-lazy"}; no GPU has run this here.)
-        timed = TimedStage(model, stage, STAGES, device, group=mesh.get_group("pp"))
-        schedule = schedule_class(timed, args.microbatches, loss_fn=cross_entropy)  # your loss
-        name = schedule_class.__name__.removeprefix("Schedule")
-        loss = step(schedule, *share)
-        compare_with_unsplit(f"pipeline, {name}", args.batch_size, loss, replicas, half)
-        runs = []
-        for _ in range(5):
-            timed.spans = ()
-            dist.barrier()
-            step(schedule, *share)
-            runs.append(gathered(timed.spans)[:STAGES])  # replica 0 has the first ranks
-        show_schedule(name, min(runs, key=duration), args.microbatches)
-
-    # Step 5: train. Every step averages the gradients; rank 0 reports. Now with a plain stage: the
-    # clock of TimedStage makes a GPU wait.
-    plain = PipelineStage(model, stage, STAGES, device, group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(plain, args.microbatches, loss_fn=cross_entropy)  # your loss
-    train_epochs(args, functools.partial(step, schedule), optimizer, replica, replicas)
-    compare_replicas(model, "each stage", stage)
-    show_memory(half, optimizer, f"stage {stage}")
-
-
-def settle_stage(model, device):
-    """Let DDP arrange its buckets before the pipeline runs, whose second step fails otherwise."""
-    # During its first backward pass DDP records the order in which gradients come. At the next
-    # forward pass it arranges its buckets in that order. In the first step of a pipeline, each
-    # gradient is recorded twice (torch 2.15), and that forward pass fails: "rebuilt parameter
-    # indices size is not same as original model parameters size". Two plain passes beforehand get
-    # this done without a pipeline. find_unused_parameters=True (pytorch/PiPPy pull request 665)
-    # also helps, but searches the graph of the model in every step.
-    for _ in range(2):
-        model(torch.zeros(1, WIDTH, device=device)).sum().backward()  # your stage's kind of input
-        model.zero_grad()
-
-
-# ---- What any training script needs: the batches, the data, the model, the epochs ----
+# ---- What any training script needs: the batches, the data, the model ----
 
 
 def batches(epoch, batch_size, replica=0, replicas=1):
@@ -351,34 +402,24 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
-def train_epochs(args, step, optimizer, replica, replicas):
-    for epoch in range(1, args.epochs + 1):
-        losses = []
-        for inputs, labels in batches(epoch, args.batch_size, replica, replicas):
-            losses.append(step(inputs, labels))  # gradients, averaged over the replicas
-            optimizer.step()  # no exchange here: all replicas take the same step
-        loss = sum(gathered(torch.stack(losses).mean().item())) / replicas
-        log(f"epoch {epoch}/{args.epochs} | loss {loss:.4f}")
-
-
 # ---- Helpers that are no part of the lesson ----
 
 
-def seconds_of(step, devices):
-    """Return the median seconds of five steps, after one to warm up."""
+def seconds_of(call, devices):
+    """Return the median seconds of five calls, after one to warm up."""
     times = []
     for _ in range(6):
         start = time.perf_counter()
-        step()
+        call()
         for device in devices:
-            if device.type == "cuda":  # where calls return before the work is done
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":  # a GPU's calls return before the work is done
+                torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
 def show_memory(module, optimizer, what):
-    """Log what the ranks hold, beside the unsplit model with Adam, which is 4 times its weights."""
+    """Log what each rank holds. The unsplit model with gradients and Adam: 4 times its weights."""
     def mib(tensors):
         return sum(tensor.nbytes for tensor in tensors) / 2**20
 
@@ -413,7 +454,7 @@ class TimedStage(PipelineStage):
         return self.timed("B", chunk, super().backward_one_chunk, *args, **kwargs)
 
     def timed(self, kind, chunk, compute, *args, **kwargs):
-        self.finish()  # NCCL's wait() stops the GPU, not Python: waiting would count as work
+        self.finish()  # NCCL's wait() holds up the GPU, not Python: waiting would count as work
         start = time.time()
         result = compute(chunk, *args, **kwargs)
         self.finish()
@@ -421,8 +462,8 @@ class TimedStage(PipelineStage):
         return result
 
     def finish(self):
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
 
 
 def duration(stages):
@@ -449,10 +490,9 @@ def show_schedule(name, stages, microbatches, columns=70):
     busy = sum(end - start for spans in stages for *_, start, end in spans)
     bubble = (STAGES - 1) / (microbatches + STAGES - 1)
     idle = 1 - busy / (STAGES * whole)
-    log(f"{name}: idle {idle:.0%}. The bubble at start and end alone is (p - 1) / (m + p - 1) ="
-        f" {bubble:.0%}")
-    log(f"for p = {STAGES} stages, m = {microbatches} micro-batches; the rest waits. DDP's part is"
-        " in the last backward")
+    log(f"{name}: idle {idle:.0%}. The bubble alone is (p - 1) / (m + p - 1) = {bubble:.0%}, for"
+        f" p = {STAGES} stages")
+    log(f"and m = {microbatches} micro-batches. DDP averages gradients in the last backward pass")
 
 
 def gathered(value):
@@ -463,14 +503,27 @@ def gathered(value):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def share_cores(local_world_size):
@@ -479,7 +532,7 @@ def share_cores(local_world_size):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
     # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not torch.cuda.is_available():
+    if not count_gpus():
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -508,7 +561,7 @@ def stop(message, status=2):
 
 def check_call(args, world_size, local_world_size):
     """Stop if the call asks for what this number of processes and GPUs cannot do."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     if gpus and args.mode == "all":
         stop("on GPUs the two ways need different numbers of processes: choose --mode devices"
              " (two GPUs a process) or --mode pipeline (one)")
@@ -517,7 +570,7 @@ def check_call(args, world_size, local_world_size):
              " as many processes as GPUs, or the CPU with CUDA_VISIBLE_DEVICES= in front")
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes want a GPU each and there are {gpus}:"
-             " use --nproc-per-node=gpu, or the CPU with CUDA_VISIBLE_DEVICES= in front")
+             f" use --nproc-per-node={gpus}, or the CPU with CUDA_VISIBLE_DEVICES= in front")
     if args.mode != "devices" and world_size % STAGES:
         stop(f"{world_size} processes make no grid of {STAGES} stages: use an even number,"
              " such as --nproc-per-node=4, or --mode devices")

@@ -17,10 +17,19 @@ import pathlib
 
 import torch
 import torch.distributed as dist
-from common import finish, load_script, number, parser, process_group, run_ranks, spread
+from parts.common import (
+    find_gpus,
+    finish,
+    load_script,
+    number,
+    parser,
+    process_group,
+    run_ranks,
+    spread,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 SCRIPT = load_script("02_torchrun_elastic.py")
 
@@ -35,20 +44,17 @@ def warmed_up(model, batch):
 def profile_step(model, batch, optimizer):
     """Return [[lane, begin, end]], in ms, of one step: layers forth and back, exchange, optimizer.
 
-    On a GPU the exchanges are the kernels of NCCL, the layers the matrix products' kernels.
+    On a GPU the exchanges are the backend's kernels, the layers the matrix products' kernels.
     """
-    activities = [ProfilerActivity.CPU]
-    if batch.is_cuda:
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         with record_function("## forward"):
             loss = model(batch).sum()
         with record_function("## backward"):
             loss.backward()
         with record_function("## optimizer"):
             optimizer.step()
-        if batch.is_cuda:
-            torch.cuda.synchronize()
+        if batch.device.type != "cpu":
+            torch.accelerator.synchronize()
         else:
             dist.barrier()  # Gloo's thread notes the end of the last exchange a moment after it
     lanes = {"## forward": "forward", "## backward": "backward", "## optimizer": "optimizer",
@@ -56,10 +62,10 @@ def profile_step(model, batch, optimizer):
     spans = []
     for event in profiler.events():
         lane = lanes.get(event.name)
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type != torch.autograd.DeviceType.CPU:
             if event.is_user_annotation:
                 continue  # not a kernel: the name of what the CPU had asked for
-            lane = "all_reduce" if "nccl" in event.name.lower() else "layers"
+            lane = "all_reduce" if "ccl" in event.name.lower() else "layers"
         if lane:
             spans.append([lane, event.time_range.start / 1000, event.time_range.end / 1000])
     begin = min(start for _, start, _ in spans)
@@ -68,8 +74,8 @@ def profile_step(model, batch, optimizer):
 
 def resident(device):
     """Return the MB that this process, or its tensors on the GPU, take up."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated() / 1e6
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated() / 1e6
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
@@ -134,9 +140,9 @@ def main():
     new.add_argument("--batch-size", type=number, default=64, help="of a rank")
     args = new.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own remarks: none
-    gpus = torch.cuda.device_count()
-    if gpus < 2:  # there is nothing to exchange on one: two ranks on the CPU
-        gpus, os.environ["CUDA_VISIBLE_DEVICES"] = 0, ""
+    gpus, device = find_gpus(least=2)  # nothing is exchanged on one: two ranks on the CPU
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sizes = (args.layers, args.width, args.batch_size)
     figures = run_ranks(measure, gpus or 2, *sizes)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system at once
@@ -145,8 +151,7 @@ def main():
     parameters = args.layers * (args.width + 1) * args.width
     settings = {"layers": args.layers, "width": args.width, "batch size": args.batch_size,
                 "parameters": parameters, "ranks": gpus or 2}
-    finish("ddp_anatomy", args, "cuda" if gpus else "cpu", settings, figures,
-           tables(figures, parameters))
+    finish("ddp_anatomy", args, device, settings, figures, tables(figures, parameters))
 
 
 if __name__ == "__main__":

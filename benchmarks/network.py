@@ -32,7 +32,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import (
+from parts.common import (
     alternate,
     finish,
     load_script,
@@ -43,7 +43,7 @@ from common import (
     seconds,
     spread,
 )
-from machines import bits_per_second, machines
+from parts.machines import bits_per_second, machines
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

@@ -28,8 +28,8 @@ import tempfile
 import time
 
 import torch
-from common import ROOT, alternate, finish, load_script, paired, parser, spread
-from launched import DEVICE, STATIONS, TORCHRUN, Job, alive, have_reached
+from parts.common import ROOT, alternate, finish, load_script, paired, parser, spread
+from parts.launched import DEVICE, STATIONS, TORCHRUN, Job, alive, have_reached
 
 SCRIPT = load_script("02_torchrun_elastic.py")
 NAMES = ("noticing", "restart", "imports", "joining", "loading", "first step")
@@ -107,7 +107,7 @@ def main():
     # What 02 has within: without it, restarted workers read the addresses of the dead.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     results = alternate({
-        SMALLEST: lambda: recover([ROOT / "benchmarks/smallest_ddp.py", 60_000], 0),
+        SMALLEST: lambda: recover([ROOT / "benchmarks/parts/smallest_ddp.py", 60_000], 0),
         "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], 2),
     }, args.rounds)
     figures = {name: [parts for parts, _ in found] for name, found in results.items()}

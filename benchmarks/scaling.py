@@ -20,9 +20,10 @@ import os
 import statistics
 
 import torch
-from common import (
+from parts.common import (
     alternate,
     count_cores,
+    find_gpus,
     finish,
     load_script,
     number,
@@ -161,8 +162,7 @@ def main():
     new.add_argument("--batch-size", type=number, default=256)
     new.add_argument("--steps", type=number, default=20, help="a turn; default 20")
     args = new.parse_args()
-    gpus = torch.cuda.device_count()
-    device = "cuda" if gpus else "cpu"
+    gpus, device = find_gpus()
     places = gpus or count_cores()
     ranks = args.ranks or ([n for n in (1, 2, 4, 8) if n <= gpus] if gpus else [1, 2, 4])
     ranks = sorted({1, *ranks})  # one is what all are compared with

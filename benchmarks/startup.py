@@ -16,14 +16,14 @@ import itertools
 import statistics
 import sys
 
-from common import ROOT, alternate, finish, paired, parser, spread
-from launched import DEVICE, STATIONS, TORCHRUN, Job, have_reached
+from parts.common import ROOT, alternate, finish, paired, parser, spread
+from parts.launched import DEVICE, STATIONS, TORCHRUN, Job, have_reached
 
 SMALLEST = {"spawn": "smallest, mp.spawn", "torchrun": "smallest, torchrun"}
 SIDES = {  # {name: (command, which of the smallest it is compared with)}
-    SMALLEST["spawn"]: ([sys.executable, ROOT / "benchmarks/smallest_ddp.py", 1, 2], "spawn"),
+    SMALLEST["spawn"]: ([sys.executable, ROOT / "benchmarks/parts/smallest_ddp.py", 1, 2], "spawn"),
     "01": ([sys.executable, ROOT / "01_single_node_multi_gpu.py", 1, "--nprocs", 2], "spawn"),
-    SMALLEST["torchrun"]: ([*TORCHRUN, ROOT / "benchmarks/smallest_ddp.py", 1], "torchrun"),
+    SMALLEST["torchrun"]: ([*TORCHRUN, ROOT / "benchmarks/parts/smallest_ddp.py", 1], "torchrun"),
     "02": ([*TORCHRUN, ROOT / "02_torchrun_elastic.py", 1], "torchrun"),
     "03": ([*TORCHRUN, ROOT / "03_multinode.py", 1], "torchrun"),
 }

@@ -5,7 +5,7 @@
 customary   MNIST read image by image, each turned into a PIL image, a tensor, and normalised, by a
             DataLoader with some workers; loss.item() in every step
 02          what 02_torchrun_elastic.py does: the whole set as one tensor, a batch indexed at once
-limit       no input at all: the batches lie ready on the device. On a GPU, the whole step is
+limit       no input at all: the batches lie ready on the device. With CUDA, the whole step is
             replayed as a CUDA graph, so that Python and kernel launches cost nothing (without DDP);
             "02, no input" is 02's step on such batches, with its launches and its DDP
 without DDP 02's loop on one rank, and the same with the model not wrapped: what DDP itself costs
@@ -22,9 +22,10 @@ import tempfile
 import warnings
 
 import torch
-from common import (
+from parts.common import (
     alternate,
     count_cores,
+    find_gpus,
     finish,
     load_script,
     number,
@@ -81,7 +82,7 @@ def customary_loader(folder, share, workers, device):
     # persistent_workers and forkserver are not customary: they spare this side the start of its
     # workers in each epoch, and let them end without complaint.
     return DataLoader(train_set, share, sampler=sampler, drop_last=True, num_workers=workers,
-                      pin_memory=device.type == "cuda", persistent_workers=workers > 0,
+                      pin_memory=device.type != "cpu", persistent_workers=workers > 0,
                       multiprocessing_context="forkserver" if workers else None)
 
 
@@ -123,7 +124,7 @@ def limit_epochs(batches, device):
         for batch in batches:
             step(model, optimizer, *batch)
 
-    if device.type == "cpu":
+    if device.type != "cuda":
         return {"limit: no input": epoch}
     replay = capture(*new_model(device, ddp=False), *batches[0])
     return {"02, no input": epoch, "limit: no input": lambda: [replay() for _ in batches]}
@@ -196,15 +197,15 @@ def main():
     new.add_argument("--batch-sizes", type=number, nargs="+", default=[64, 512])
     new.add_argument("--compile", action="store_true", help="try torch.compile, too")
     args = new.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus, device = find_gpus()
     # One rank last: there, it is DDP that is looked at, and not the loading.
     changes = ["fused SGD", "channels-last", "bf16 autocast", *["torch.compile"] * args.compile]
-    world_size = torch.cuda.device_count() or 2
+    world_size = gpus or 2
     # Each rank has workers of its own: all together at most as many as there are cores.
     workers = sorted({0, 1, max(1, count_cores() // world_size)})
     ranks = {world_size: (workers, changes)}
     ranks.setdefault(1, ([], []))
-    images = args.images or (60_000 if device == "cuda" else 8192)
+    images = args.images or (60_000 if gpus else 8192)
     if not max(ranks) <= min(args.batch_sizes) <= max(args.batch_sizes) <= images:
         new.error(f"--batch-sizes: from {max(ranks)} (an image for each rank) to {images}"
                   " (--images)")

@@ -45,32 +45,20 @@ CLOSED_PORTS = ("the machines reach the first one, but not each other: open all 
 
 def main():
     args = parse_args()
-    under_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if under_torchrun == bool(args.machines):
-        stop("name all machines (python launch/check_machines.py node1 node2), or use torchrun"
-             " without names")
-    # The processes find each other through a store, a small server of keys and values. torchrun
-    # tells each process its rank and the store's address. Without torchrun, the names give both.
-    if under_torchrun:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        everyone = [f"rank {r}" for r in range(world_size)]
-        # Usually torchrun itself runs the store. Otherwise rank 0 must run it.
-        runs_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    else:
-        rank, world_size = own_place(args.machines), len(args.machines)
-        host, port, everyone, runs_store = args.machines[0], PORT, args.machines, rank == 0
-    if world_size == 1:
+    rank, everyone, host, port, runs_store = find_place(args.machines)
+    if len(everyone) == 1:
         stop("one process has no other to find: name all machines, or start more processes")
     # The local rank counts the processes of one machine. It selects the GPU.
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     if 0 < gpus < local_world_size:
         stop(f"{local_world_size} processes need a GPU each, and this machine has {gpus}: use"
              " --nproc-per-node=gpu")
     device, backend = pick_device(local_rank)  # the backend, NCCL or Gloo, moves the data
     share_cores(local_world_size)
+    # Whoever gives addresses has no names, and starts torchrun with addresses, too.
+    by_name = any(not re.fullmatch(r"[\d.]+|.*:.*", name) for name in args.machines)
 
     if not runs_store:
         wait_for_listener(host, port, args.timeout)
@@ -78,34 +66,44 @@ def main():
         # Some waits of the store have no timeout.
         with time_limit(args.timeout + 15, f"{host}:{port} accepts connections, but does not"
                         " answer: is it another program, or was the network cut?"):
-            store = dist.TCPStore(host, port, is_master=runs_store, wait_for_workers=False,
-                                  timeout=timedelta(seconds=args.timeout))
-            # If torchrun starts the processes again, they must not read the old entries.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"check {attempt}", store)
+            store = reach_store(host, port, runs_store, args.timeout)
             mine = describe_process(rank, local_rank, local_world_size, backend)
-            # Whoever gives addresses has no names, and starts torchrun with addresses, too.
-            by_name = any(not re.fullmatch(r"[\d.]+|.*:.*", name) for name in args.machines)
-            found = collect(store, "came", mine, rank, everyone, args.timeout)
-            machines = [process for process in found if process["local rank"] == 0]
-            seen = find_faults(machines, mine, by_name)
-            seen_by_each = collect(store, "sees", seen, rank, everyone, args.timeout)
-        if faults := dict.fromkeys(fault for seen in seen_by_each for fault in seen):
-            time.sleep(2 * runs_store)  # the store ends with this process: let the others read
+            machines, faults = compare(store, mine, rank, everyone, by_name, args.timeout)
+        if faults:
+            if runs_store:  # it ends with this process: let the others read
+                time.sleep(2)
             stop("; also: ".join(faults), status=1)
         with time_limit(CONNECT_LIMIT, CLOSED_PORTS):
-            make_group(store, rank, world_size, device, backend)
-        for m in machines:
-            log(f"{m['machine']}: rank{'s' * (m['processes'] > 1)} {m['ranks']}, {m['address']},"
-                f" {m['GPUs']} GPUs, torch {m['torch']}")
+            make_group(store, rank, len(everyone), device, backend)
+        show(machines)
         check_sums(device)
         measure_bandwidth(device)
     except Exception as error:  # the store, Gloo and NCCL raise types of their own
         stop(diagnose(error), status=1)
     if args.machines and not by_name:
         log("note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine")
-    log(f"check passed: {world_size} ranks on {len(machines)} machines")
+    log(f"check passed: {len(everyone)} ranks on {len(machines)} machines")
     dist.destroy_process_group()
+
+
+def find_place(names):
+    """Return (rank, what all processes are called, host and port of the store, do I run it?).
+
+    The processes find each other through a store, a small server of keys and values. torchrun tells
+    each process its rank and the store's address. Without torchrun, the names give both.
+    """
+    under_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if under_torchrun == bool(names):
+        stop("name all machines (python launch/check_machines.py node1 node2), or use torchrun"
+             " without names")
+    if names:
+        rank = own_place(names)
+        return rank, names, names[0], PORT, rank == 0
+    rank = int(os.environ["RANK"])
+    everyone = [f"rank {r}" for r in range(int(os.environ["WORLD_SIZE"]))]
+    # Usually torchrun itself runs the store. Otherwise rank 0 must run it.
+    runs_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return rank, everyone, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), runs_store
 
 
 def own_place(names):
@@ -156,9 +154,16 @@ def wait_for_listener(host, port, timeout):
         time.sleep(0.2)
 
 
+def reach_store(host, port, runs_store, timeout):
+    """Return the store. If torchrun starts the processes again, they find no old entries in it."""
+    store = dist.TCPStore(host, port, is_master=runs_store, wait_for_workers=False,
+                          timeout=timedelta(seconds=timeout))
+    return dist.PrefixStore(f"check {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def describe_process(rank, local_rank, local_world_size, backend):
     """Return what the others must know of this process: a dict of plain types."""
-    # Gloo (on CPUs, and for a group beside NCCL's) gives the others one address of this machine:
+    # Gloo (on CPUs, and for a group beside a GPU's) gives the others one address of this machine:
     # of the interface that GLOO_SOCKET_IFNAME names, or else the address of the machine's own name.
     address = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -169,8 +174,17 @@ def describe_process(rank, local_rank, local_world_size, backend):
     return {"local rank": local_rank, "machine": socket.gethostname(), "address": address,
             "name": socket.getfqdn(),  # torchrun gives the others this one, or --local-addr
             "ranks": " ".join(str(r) for r in range(first, first + local_world_size)),
-            "processes": local_world_size, "GPUs": torch.cuda.device_count(), "backend": backend,
+            "processes": local_world_size, "GPUs": count_gpus(), "backend": backend,
             "torch": torch.__version__}
+
+
+def compare(store, mine, rank, everyone, by_name, timeout):
+    """Return (the first process of each machine, the faults that any process sees)."""
+    found = collect(store, "came", mine, rank, everyone, timeout)
+    machines = [process for process in found if process["local rank"] == 0]
+    seen = find_faults(machines, mine, by_name)
+    seen_by_each = collect(store, "sees", seen, rank, everyone, timeout)
+    return machines, dict.fromkeys(fault for seen in seen_by_each for fault in seen)
 
 
 def collect(store, key, mine, rank, everyone, timeout):
@@ -182,7 +196,7 @@ def collect(store, key, mine, rank, everyone, timeout):
     keys = [f"{key} {r}" for r in range(len(everyone))]
     try:
         # Rank 0 may run the store, from which the others read who is missing. It waits longer.
-        store.wait(keys, timedelta(seconds=timeout + 2 * (rank == 0)))
+        store.wait(keys, timedelta(seconds=timeout + 2 if rank == 0 else timeout))
     except dist.DistStoreError:  # the time is over
         missing = [name for r, name in enumerate(everyone) if not store.check([keys[r]])]
         stop(f"{', '.join(missing)} did not come within {timeout} s: is the check running there,"
@@ -202,12 +216,13 @@ def find_faults(machines, mine, by_name):
         if mine["backend"] == "gloo":
             faults.append(fault)
         elif mine["local rank"] == 0:
-            print(f"note: a Gloo group beside NCCL would fail. {fault}\n", end="", flush=True)
+            print(f"note: a Gloo group beside {mine['backend']} would fail. {fault}\n", end="",
+                  flush=True)
     if by_name:  # a job needs the names. Under torchrun, it has already used them
         others = [m for m in machines if m["ranks"] != mine["ranks"]]
         faults += [fault for m in others if (fault := fault_of_name(m["name"], m["machine"]))]
     for what, cure in {"torch": "install the same version everywhere",
-                       "backend": "where it is gloo, does nvidia-smi work?",
+                       "backend": "where it is gloo, does nvidia-smi (rocm-smi, xpu-smi) work?",
                        "processes": "use the same --nproc-per-node everywhere"}.items():
         if len({m[what] for m in machines}) > 1:
             each = ", ".join(f"{m['machine']} {m[what]}" for m in machines)
@@ -218,14 +233,21 @@ def find_faults(machines, mine, by_name):
 def make_group(store, rank, world_size, device, backend):
     """Make the process group. In it, the processes exchange data without the store."""
     # Gloo tries to connect for five times as long as its timeout, here 50 seconds.
-    seconds = 60 if backend == "nccl" else 10
-    # If ports are closed, NCCL may hang for ever without these settings. (Not tried on GPUs.)
-    os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))  # default: 30 minutes
+    seconds = 10 if backend == "gloo" else 60
+    if backend == "nccl":  # it may hang for ever if ports are closed. (Not tried on GPUs.)
+        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))  # default: 30 minutes
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds),
-        device_id=device if device.type == "cuda" else None)  # otherwise NCCL guesses the GPU
+        device_id=device if device.type != "cpu" else None)  # for a GPU's backend
     dist.barrier()
+
+
+def show(machines):
+    for m in machines:
+        ranks = "ranks" if m["processes"] > 1 else "rank"
+        log(f"{m['machine']}: {ranks} {m['ranks']}, {m['address']}, {m['GPUs']} GPUs, torch"
+            f" {m['torch']}")
 
 
 def check_sums(device):
@@ -272,7 +294,7 @@ def measure_bandwidth(device):
             stop("a sum of 16 MiB is wrong: does the network change data?", status=1)
     seconds = min(times[1:])  # the first is slower
     sent = 2 * (world_size - 1) / world_size * block.nbytes / seconds
-    log(f"all_reduce of 16 MiB: {1000 * seconds:.{int(seconds < 0.01)}f} ms,"
+    log(f"all_reduce of 16 MiB: {1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms,"
         f" {sent / 1e9:.2f} GB/s bus bandwidth")
 
 
@@ -310,14 +332,27 @@ def time_limit(seconds, message):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def share_cores(local_world_size):
@@ -326,7 +361,7 @@ def share_cores(local_world_size):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world_size))
     # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not torch.cuda.is_available():
+    if not count_gpus():
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

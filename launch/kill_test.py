@@ -2,18 +2,18 @@
 
 Try this before a long job. The script may be any that torchrun (or python) starts:
 
-    python launch/kill_test.py --rounds 3 --seed 24506 -- torchrun --standalone \
+    python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone \
         --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 6 1
 
-    undisturbed: 21.7 s, sha256 c20660cd6918
-    round 1: equal; kills 1, starts 1, 30.9 s
-       15.0 s  rank 1 killed after: [rank 0/2] epoch 3/6 | loss 0.1080 | accuracy 0.9717 | 43...
-               [rank 0/2] attempt 1: resumed from snapshot.pt at epoch 4
+    undisturbed: 10.3 s, sha256 c20660cd6918
+    round 1: equal; kills 1, starts 2, 16.9 s
+        5.6 s  launcher killed after: [rank 0/2] batch size 64: 2 ranks x 32 images
+    round 2: equal; kills 2, starts 2, 18.0 s
+        6.6 s  rank 0 killed after: [rank 0/2] epoch 2/6 | loss 0.2023 | accuracy 0.9570 | 12...
+        7.8 s  launcher killed after: [rank1]: RuntimeError: [/__w/pytorch/pytorch/third_party/...
+               [rank 0/2] attempt 0: resumed from snapshot.pt at epoch 3
     ...
-    round 3: equal; kills 1, starts 2, 31.7 s
-       16.6 s  launcher killed after: [rank 0/2] epoch 4/6 | loss 0.0690 | accuracy 0.9795 | 40...
-               [rank 0/2] attempt 0: resumed from snapshot.pt at epoch 5
-    3 of 3 rounds ended equal; killed: launcher 1, rank 3
+    3 of 3 rounds ended equal, 2 went on after a kill; killed: launcher 3, rank 3
 
 The command runs once undisturbed. Then come the rounds. In each, SIGKILL hits one to three victims:
 a rank (a process of the job), a worker (a child of a rank, such as a DataLoader's), or the launcher
@@ -65,11 +65,13 @@ def main():
         reference.seen = {kind: (first, last) for kind, (first, last) in reference.seen.items()
                           if last - first > reference.seconds / 10}
         result = result_of_reference(args, reference)
+        args.has_ranks = "rank" in reference.seen
         print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
-        runs = []
+        runs, went_on = [], 0
         for number in tqdm(range(1, args.rounds + 1), disable=None, leave=False, unit="round"):
             run = play_round(args, number, f"{base}/round{number}", reference)
             runs.append(run)
+            went_on += any(lines_of_resuming(args, run))
             tqdm.write("\n".join(describe(args, number, run)))
             sys.stdout.flush()
             keep = keep or bool(run.failure)
@@ -83,8 +85,11 @@ def main():
         for run in runs:
             equal += not run.failure
             victims.update(kill.kind for kill in run.kills)
-        print(f"{equal} of {len(runs)} rounds ended equal; killed:"
+        print(f"{equal} of {len(runs)} rounds ended equal, {went_on} went on after a kill; killed:"
               f" {', '.join(f'{kind} {count}' for kind, count in sorted(victims.items()))}")
+        if not went_on:
+            print("note: no line says that the script went on: did it begin anew each time? Give"
+                  " --resumed REGEX for that line, or let the script run for longer")
         sys.exit(equal < len(runs))
     except KeyboardInterrupt:
         stop("ended by Ctrl-C, with all that it had started", status=130)
@@ -114,6 +119,7 @@ class Run:
     seconds: float = 0.0
     failure: str = ""
     seen: dict = field(default_factory=dict)  # {kind of process: [first, last seconds]}
+    saved: float = 0.0  # after so many seconds, there was something to go on from
 
     def lines(self, start=0, end=None):
         """The lines that the script printed, from byte start to byte end."""
@@ -150,8 +156,9 @@ def play(args, folder, plan=(), limit=math.inf, starts=1):
                     elif not plan:
                         for kind in find_victims(mark, process.pid):
                             run.seen.setdefault(kind, [run.seconds, 0])[1] = run.seconds
+                        run.saved = run.saved or has_saved(args, folder) * run.seconds
                     elif (waiting and run.seconds >= waiting[0].seconds
-                          and strike(run, waiting[0], find_victims(mark, process.pid))):
+                          and strike(args, run, waiting[0], find_victims(mark, process.pid))):
                         run.kills.append(waiting.pop(0))
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(PAUSE)
@@ -173,7 +180,7 @@ def play_round(args, number, folder, reference):
         shutil.rmtree(folder, ignore_errors=True)  # of a run that no kill has hit
         draws = random.Random(f"{args.seed}/{number}/{draw}")
         plan = draw_kills(args, draws, reference, 0.7**draw)  # each time earlier
-        run = play(args, folder, plan, args.limit or 10 * reference.seconds + 60, args.starts)
+        run = play(args, folder, plan, args.limit or 10 * reference.seconds + 900, args.starts)
         if run.failure:
             return run
         if run.kills:
@@ -190,15 +197,31 @@ def draw_kills(args, draws, reference, part):
     kinds = [kind for kind in args.victims if kind in reference.seen]
     kills = []
     for _ in range(draws.randint(1, args.kills)):
-        kind = draws.choice(kinds)
+        kind, place, which = draws.choice(kinds), draws.random(), draws.random()
         first, last = reference.seen[kind]
-        kills.append(Kill(first + part * draws.random() * (last - first), kind, draws.random()))
+        if draws.random() < 0.7:  # while there is something to lose
+            first = min(max(first, reference.saved), last)
+        kills.append(Kill(first + part * place * (last - first), kind, which))
     return kills
 
 
-def strike(run, kill, victims):
+def has_saved(args, folder):
+    """Return whether the command has left a file in its folder that is not empty."""
+    for place, _, names in os.walk(f"{folder}/work"):
+        for path in (f"{place}/{name}" for name in names):
+            with contextlib.suppress(OSError):  # it has just been moved
+                if os.path.relpath(path, f"{folder}/work") not in args.copies and (
+                        os.path.getsize(path)):
+                    return True
+    return False
+
+
+def strike(args, run, kill, victims):
     """Send SIGKILL to one of the kind that was drawn. Return whether there was one."""
-    if not (those := victims[kill.kind]):
+    # What torchrun itself starts for a moment is none of the script's workers.
+    those = [(name, pid) for name, pid in victims[kill.kind]
+             if not (args.has_ranks and name == "worker of the command")]
+    if not those:
         return False  # not now, between two starts, say
     kill.name, pid = those[int(kill.which * len(those))]
     kill.seconds, kill.offset = run.seconds, os.path.getsize(f"{run.folder}/output.txt")
@@ -344,14 +367,20 @@ def first_difference(one, other, key):
     return "" if same else f"{key} is {clip(str(other))}, not {clip(str(one))}"
 
 
+def lines_of_resuming(args, run):
+    """Return, for each kill, the lines before the next one that say that the script goes on."""
+    ends = [kill.offset for kill in run.kills[1:]] + [None]
+    return [[line for line in run.lines(kill.offset, end) if re.search(args.resumed, line)]
+            for kill, end in zip(run.kills, ends, strict=False)]
+
+
 def describe(args, number, run):
     """Return the lines about a round."""
     yield (f"round {number}: {run.failure or 'equal'}; kills {len(run.kills)},"
            f" starts {run.starts}, {run.seconds:.1f} s")
-    for kill, until in zip(run.kills, [k.offset for k in run.kills[1:]] + [None], strict=True):
+    for kill, after in zip(run.kills, lines_of_resuming(args, run), strict=True):
         last = run.lines(0, kill.offset)[-1:] or ["nothing"]
         yield f"{kill.seconds:7.1f} s  {kill.name} killed after: {clip(last[0])}"
-        after = [line for line in run.lines(kill.offset, until) if re.search(args.resumed, line)]
         yield from (f"{'':11}{clip(line, 85)}" for line in after[:1])
     if run.failure:
         yield f"{'':11}what it printed: {run.folder}/output.txt"
@@ -388,7 +417,9 @@ def parse_args():
             ("starts", 8, "start the command at most so often in a round"),
             ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
             ("patience", 30, "seconds in which all must end once the launcher has ended"),
-            ("limit", None, "seconds for a round; default: 60 and 10 times the undisturbed run")):
+            ("limit", None, "seconds for a round; default: 900 and 10 times the undisturbed run")):
+        if name in ("rounds", "kills", "starts", "patience"):
+            text += f"; default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--victims", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     parser.add_argument("--line", type=regex, help="compare the last text printed that matches this"

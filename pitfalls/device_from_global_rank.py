@@ -13,7 +13,8 @@ it fails with "CUDA error: invalid device ordinal". If no device is chosen at al
 device "cuda"), all processes of a machine share GPU 0: it runs out of memory while the other GPUs
 are idle, or NCCL reports "Duplicate GPU detected" (NCCL 2.30: "Multiple Ranks are using the same
 GPU/Partition"), or torch 2.15 "Expected tensor on cuda:1".
-Cure: use LOCAL_RANK, and call torch.cuda.set_device(local_rank) before anything else uses a GPU.
+Cure: use LOCAL_RANK, and call torch.accelerator.set_device_index(local_rank) before anything else
+uses a GPU.
 If each process sees one GPU alone (CUDA_VISIBLE_DEVICES differs, as with Slurm's --gpus-per-task),
 that GPU is number 0 in each of them, and LOCAL_RANK fails. (Not tried.)
 """
@@ -31,7 +32,7 @@ def broken():
 
 
 def broken_too():
-    return torch.device("cuda")  # the mistake: GPU 0, unless torch.cuda.set_device() chose another
+    return torch.device("cuda")  # the mistake: GPU 0, unless another was set as the current one
 
 
 def fixed():

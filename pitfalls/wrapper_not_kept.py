@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, by DDP, it would keep the group open to the end
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 

@@ -1,6 +1,6 @@
 """What would each of 1,024 GPUs keep and send in my job, before I pay for them?
 
-    dist.init_process_group("fake", rank=0, world_size=1024)  # torch 2.10 or later
+    dist.init_process_group("fake", rank=0, world_size=1024)
     mesh = init_device_mesh("cpu", (1024,))
     with FakeTensorMode() as fake:
         model = YourModel()  # its tensors have shapes, and no memory
@@ -52,7 +52,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # before there is a group: imported later, by DDP, it would hold that
 import torch.multiprocessing as mp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # private

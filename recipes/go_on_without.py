@@ -52,7 +52,7 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # before there is a group: imported later, by DDP, it would hold that
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,28 +1,30 @@
 """How do I go on in the middle of an epoch, also with another number of ranks?
 
-    batches = GlobalBatches(len(dataset), global_batch, rank, world_size)  # the class is below
-    loader = DataLoader(dataset, batch_sampler=batches)
-    for epoch in range(snapshot["epoch"], epochs):
-        batches.start_at(epoch, snapshot["step"] if epoch == snapshot["epoch"] else 0)
-        for step, batch in enumerate(loader, batches.first_step):
-            ...  # one optimizer step; when you save: {"epoch": epoch, "step": step + 1, ...}
+    steps = range(snapshot["step"], total_steps)  # counted over all epochs
+    batches = GlobalBatches(steps, len(dataset), batch_size, rank, world_size)  # classes: below
+    loader = DataLoader(SeededItems(dataset), batch_sampler=batches)
+    for step, batch in zip(steps, loader):
+        ...  # one optimizer step; when you save: {"step": step + 1, ...}
 
-Each rank (process) loads its own share of every batch. A step means the batches of all ranks
-together: the global batch. Keep its size when the number of ranks (world_size) changes. Then the
-epoch and the number of steps done say what all ranks have seen, and any number of ranks can go on.
+Each rank (process) loads its own share of every batch. batch_size is that of all ranks together:
+the global batch. Keep it when the number of ranks (world_size) changes. Then the number of steps
+done says what all ranks have seen, and any number of ranks can go on. If your dataset draws random
+numbers, say where to crop an image: SeededItems seeds them by epoch and item. So they depend
+neither on the ranks nor on the loader's workers.
 
     torchrun --standalone --nproc-per-node=2 recipes/resume_mid_epoch.py
 
     [rank 0/2] 96 items, 8 in a batch over all ranks; a job stops after 5 of 12 steps
-    [rank 0/2] 4 to 2 ranks, skip on each rank:  20 items twice,  0 never
-    [rank 0/2] 4 to 2 ranks, go on by the step:   0 items twice,  0 never
-    [rank 0/2] 2 to 4 ranks, skip on each rank:   0 items twice, 40 never
-    [rank 0/2] 2 to 4 ranks, go on by the step:   0 items twice,  0 never
+    [rank 0/2] 4 to 2 ranks, skip on each rank: 20 items twice,  0 never, 76 drawn anew
+    [rank 0/2] 4 to 2 ranks, go on by the step:  0 items twice,  0 never,  0 drawn anew
+    [rank 0/2] 2 to 4 ranks, skip on each rank:  0 items twice, 40 never, 16 drawn anew
+    [rank 0/2] 2 to 4 ranks, go on by the step:  0 items twice,  0 never,  0 drawn anew
     [rank 0/2] same global batch, same global step: each item once, on any number of ranks
 
-The common mistake keeps each rank's batch size, and skips as many batches as each rank had done.
-That is right only on the same number of ranks. Count the steps in the training loop, as above: the
-loader's workers are ahead of it. In torch 2.15, DataLoader has no state_dict(), and
+"Drawn anew": an item came with other random numbers than in a run without a stop. The common
+mistake keeps each rank's batch size, and skips as many batches as each rank had done. That is right
+only on the same number of ranks, and loads all that it skips. Count the steps in the training loop,
+as above: the loader's workers are ahead of it. In torch 2.15, DataLoader has no state_dict(), and
 DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 (February 2025)
 can do it on the same number of ranks: its state is that of one rank. Its maintainers repair it, but
 do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull request to
@@ -30,58 +32,89 @@ move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
 """
 
 import argparse
+import functools
 import itertools
 import os
+import random
 import sys
 import time
 from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+SEED = 0
+ITEM_SEEDS = 10**9  # the seeds of items begin here: no step has one of them
 EPOCH, STEPS, STOP = 3, 12, 5  # the job stops in epoch 3, after 5 of its 12 steps
 
 
 class GlobalBatches(Sampler):
-    """Gives a rank its share of every global batch. For DataLoader(batch_sampler=...)."""
+    """A rank's share of each step's batch. For DataLoader(SeededItems(...), batch_sampler=...)."""
 
-    def __init__(self, items, global_batch, rank, world_size, seed=0):
-        self.items, self.global_batch, self.seed = items, global_batch, seed
-        self.rank, self.world_size = rank, world_size
-        self.start_at(0)
+    def __init__(self, steps, items, batch_size, rank, world_size, micro_batches=1):
+        """steps: a range, counted from 0 over all epochs. batch_size: that of all ranks."""
+        self.steps, self.items, self.batch_size = steps, items, batch_size
+        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
 
-    def start_at(self, epoch, first_step=0):
-        """Call it before each epoch. first_step: how many steps of this epoch are done."""
-        self.epoch, self.first_step = epoch, first_step
-
-    def __len__(self):  # the batches left; those of a whole epoch only after start_at(epoch)
-        return self.items // self.global_batch - self.first_step
+    def __len__(self):
+        return len(self.steps) * self.micro_batches
 
     def __iter__(self):
-        # One order for all ranks and any number of them: the seed must not depend on the rank.
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.items, generator=generator)
-        # A last batch that is not full is left out: with few items, a rank would get none of it.
-        for step in range(self.first_step, self.items // self.global_batch):
-            batch = order[step * self.global_batch :][: self.global_batch]
-            # If world_size does not divide global_batch, some ranks have one item more. The loss
-            # must then be weighed by len(batch) * world_size / global_batch.
-            yield batch[self.rank :: self.world_size].tolist()
+        # An epoch is a shuffle of all items; each step takes the next slice of it. (The rest, less
+        # than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
+        # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
+        for step in self.steps:
+            epoch, place = divmod(step, self.items // self.batch_size)
+            batch = shuffled(epoch, self.items)[place * self.batch_size :][: self.batch_size]
+            # If world_size does not divide batch_size, some ranks have one item more. The loss must
+            # then be weighed by len(share) * world_size / batch_size.
+            share = batch[self.rank :: self.world_size]
+            for part in share.tensor_split(self.micro_batches):
+                yield [(epoch, item) for item in part.tolist()]
 
 
-def go_on(dataset, global_batch, rank, world_size, first_step):
-    """The right way. All that the stopped job must hand over is the epoch and the step."""
-    batches = GlobalBatches(len(dataset), global_batch, rank, world_size)
-    batches.start_at(EPOCH, first_step)
-    return DataLoader(dataset, batch_sampler=batches)
+@functools.lru_cache(maxsize=1)  # so that a step need not shuffle again
+def shuffled(epoch, items):
+    """Return the indices from 0 to items - 1 in the order of an epoch: the same on all ranks."""
+    return torch.randperm(items, generator=torch.Generator().manual_seed(SEED + epoch))
+
+
+class SeededItems(Dataset):
+    """Asked for (epoch, item): what your Dataset draws at random for it follows from these two."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, epoch_and_item):
+        epoch, item = epoch_and_item
+        seed_all(ITEM_SEEDS + epoch * len(self.dataset) + item)
+        return self.dataset[item]
+
+
+def seed_all(seed):
+    """Seed all that your model and your data may draw random numbers from."""
+    # (A generator of your Dataset's own does not follow. Make it anew in each __getitem__:
+    # seed = torch.randint(2**62, ()).item(), and then, say, numpy.random.default_rng(seed).)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
+
+
+def go_on(dataset, batch_size, rank, world_size, first_step):
+    """The right way. All that the stopped job must hand over is the number of steps done."""
+    steps = range(EPOCH * STEPS + first_step, (EPOCH + 1) * STEPS)
+    batches = GlobalBatches(steps, len(dataset), batch_size, rank, world_size)
+    return DataLoader(SeededItems(dataset), batch_sampler=batches)
 
 
 def skip_on_each_rank(dataset, batch_size, rank, world_size, first_step):
     """Wrong, unless world_size and batch_size (a rank's own) are those of the stopped job."""
     sampler = DistributedSampler(dataset, world_size, rank)
     sampler.set_epoch(EPOCH)
+    torch.manual_seed(SEED + EPOCH * world_size + rank)
     loader = DataLoader(dataset, batch_size, sampler=sampler)
     return itertools.islice(loader, first_step, None)  # also loads all the items that it skips
 
@@ -90,35 +123,44 @@ def main():
     parse_args()
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if backend == "nccl" else None)
+                            device_id=device if device.type != "cpu" else None)
     compare_ways_to_go_on()
     dist.destroy_process_group()
 
 
 def compare_ways_to_go_on():
     world_size = dist.get_world_size()
-    global_batch = 4 * world_size
-    dataset = range(STEPS * global_batch)  # your data set
-    log(f"{len(dataset)} items, {global_batch} in a batch over all ranks; a job stops after {STOP}"
+    batch_size = 4 * world_size
+    dataset = Augmented(STEPS * batch_size)
+    log(f"{len(dataset)} items, {batch_size} in a batch over all ranks; a job stops after {STOP}"
         f" of {STEPS} steps")
     for old, new in [(2 * world_size, world_size), (world_size, 2 * world_size)]:
-        skipped = count_items(skip_on_each_rank, dataset, global_batch // old, old, new)
-        right = count_items(go_on, dataset, global_batch, old, new)
-        for name, (twice, never) in [("skip on each rank", skipped), ("go on by the step", right)]:
-            log(f"{old} to {new} ranks, {name}:  {twice:>2} items twice, {never:>2} never")
-        if right != (0, 0):
+        skipped = count_items(skip_on_each_rank, dataset, batch_size // old, old, new)
+        right = count_items(go_on, dataset, batch_size, old, new)
+        for name, (twice, never, anew) in [("skip on each rank", skipped),
+                                           ("go on by the step", right)]:
+            log(f"{old} to {new} ranks, {name}: {twice:>2} items twice, {never:>2} never,"
+                f" {anew:>2} drawn anew")
+        if right != (0, 0, 0):
             raise RuntimeError("going on by the global step does not show each item once")
-        if skipped == (0, 0):
+        if skipped[:2] == (0, 0) or skipped[2] == 0:
             raise RuntimeError("skipping on each rank does not show what this file says")
     log("same global batch, same global step: each item once, on any number of ranks")
 
 
 def count_items(way, dataset, batch_size, old, new):
-    """A job stops on old ranks, and goes on on new ones: how many items come twice, and never?"""
-    seen = items_of_job(way, dataset, batch_size, old, 0)[: STOP * old]
-    seen += items_of_job(way, dataset, batch_size, new, STOP)
-    items = torch.cat(seen).tolist()
-    return len(items) - len(set(items)), len(dataset) - len(set(items))
+    """A job stops on old ranks, and goes on on new ones: how many items are not as in a whole run?
+
+    Return three numbers: items that come twice, items that never come, and items whose random
+    numbers are not those of a job that goes through the whole epoch on old ranks.
+    """
+    whole = items_of_job(way, dataset, batch_size, old, 0)
+    found = whole[: STOP * old] + items_of_job(way, dataset, batch_size, new, STOP)
+    expected = {item: number for item, number in torch.cat(whole).tolist()}
+    pairs = torch.cat(found).tolist()
+    seen = {item for item, _ in pairs}
+    anew = sum(number != expected.get(item) for item, number in pairs)
+    return len(pairs) - len(seen), len(dataset) - len(seen), anew
 
 
 def items_of_job(way, dataset, batch_size, world_size, first_step):
@@ -126,23 +168,49 @@ def items_of_job(way, dataset, batch_size, world_size, first_step):
     if world_size == dist.get_world_size():  # this very job: each rank loads its own batches
         ranks = gathered(list(way(dataset, batch_size, dist.get_rank(), world_size, first_step)))
     else:  # a job of another size, played in one process
-        ranks = [way(dataset, batch_size, rank, world_size, first_step)
+        ranks = [list(way(dataset, batch_size, rank, world_size, first_step))
                  for rank in range(world_size)]
     return [batch for step in zip(*ranks, strict=True) for batch in step]
+
+
+class Augmented(Dataset):
+    """Your data set: each item comes with a random number, say where to crop an image."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return self.items
+
+    def __getitem__(self, index):
+        return torch.stack([torch.tensor(index), torch.randint(10**12, ())])
 
 
 # ---- Helpers that are no part of the lesson ----
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def gathered(value):
@@ -170,15 +238,15 @@ def stop(message, status=2):
 
 def parse_args():
     """Stop if the way of starting cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
-             " with CUDA_VISIBLE_DEVICES= in front")
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
+             " CPU with CUDA_VISIBLE_DEVICES= in front")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@
 With DistributedDataParallel (DDP), each rank (process) holds everything. fully_shard (FSDP2, fully
 sharded data parallel) takes the place of DDP(model): each rank holds a shard, its part of each
 tensor. All ranks gather a block's whole weights before it runs, and free them after. The training
-loop stays as with DDP: each rank takes rows of its own. The evaluation does not: see
-validation_loss(). Nor does BatchNorm: DDP sends rank 0's statistics (buffers) to all before each
-forward pass, FSDP2 never. So share them before you evaluate or save.
+loop stays as with DDP: each rank takes rows of its own. The evaluation does not, nor does any
+method but forward(): see evaluate_with_shards.py. DDP sends rank 0's BatchNorm statistics (buffers)
+to all before each forward pass, FSDP2 never. So share them before you evaluate or save.
 
     torchrun --standalone --nproc-per-node=2 recipes/shard_with_fsdp2.py
 
@@ -21,8 +21,6 @@ forward pass, FSDP2 never. So share them before you evaluate or save.
     [rank 0/2] FSDP2, 2 micro-batches   613056    613056  1226112   334464  8.5e-07
     [rank 0/2] only the root            613056    613056  1226112  2452224  4.8e-07
     [rank 0/2] optimizer first         1839168    613056        0   334464  1.0e+00
-    [rank 0/2] validation_loss(): 2 batches on rank 0, 1 on each other; 1.04220, DDP's 1.04220
-    [rank 0/2] score(): got mixed torch.Tensor and DTensor; registered, off by 3.8e-06
     [rank 0/2] whole_state(): 1226112 bytes; loads, off by 4.0e-07
     [rank 0/2] state_dict():  613056 bytes; does not load
     [rank 0/2] start_in_shards(): 761664 bytes of weights at most, not 1226112; off by 4.0e-07
@@ -35,8 +33,8 @@ fetched, and the head. The gradients of a block, whole for a moment, and activat
 the root" is fully_shard(model) alone: the whole model is one block. An optimizer made first keeps
 the old whole weights and trains nothing, without an error. Rank 0's state_dict() has only its
 shards, which do not load into a plain model. A model too large even to be built starts on the
-"meta" device, which has no memory: see start_in_shards(). To save and resume, see
-checkpoint_any_world_size.py.
+"meta" device, which has no memory: see start_in_shards(). To start from a file, see
+pretrained_to_shards.py; to save and resume, checkpoint_any_world_size.py.
 """
 
 import argparse
@@ -49,11 +47,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # before there is a group: imported later, by DDP, it would hold that
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import mse_loss, relu
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -77,9 +75,6 @@ def shard(model, mesh, **options):
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)  # gathered and freed as one
     fully_shard(model, mesh=mesh, **options)  # what belongs to no block: here the head
-    # Otherwise a method other than forward() finds shards where it needs whole weights. It fails:
-    # "got mixed torch.Tensor and DTensor". Yours may be called generate().
-    register_fsdp_forward_method(model, "score")
 
 
 def train(model, optimizer, batches, micro_batches=1):
@@ -102,30 +97,6 @@ def train(model, optimizer, batches, micro_batches=1):
         for mean, p in zip(average, model.parameters(), strict=True):
             mean.lerp_(p.detach(), 1 - DECAY)  # and averages them, without an exchange
     return average
-
-
-def validation_loss(model, batches):
-    """Return the mean loss over the rows of all ranks. Each has a batch, and some may have more.
-
-    Each forward is a collective call, also under no_grad(): it gathers the weights. So a rank that
-    has no batch left goes on with one that does not count. Without it, the others would hang.
-    """
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # otherwise each rank takes its own BatchNorm statistics
-    device = batches[0][0].device
-    most = torch.tensor(len(batches), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    total = torch.zeros(2, device=device)  # losses, rows
-    model.eval()
-    with torch.no_grad():
-        for i in range(most.item()):
-            inputs, targets = batches[min(i, len(batches) - 1)]
-            losses = (model(inputs) - targets).square().mean(dim=1)
-            if i < len(batches):
-                total += torch.stack([losses.sum(), torch.tensor(len(losses), device=device)])
-    model.train()
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
 
 
 def start_in_shards(device, mesh):
@@ -186,7 +157,7 @@ def main():
         stop(f"the number of ranks, {world_size}, must divide the width, {WIDTH}")
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if backend == "nccl" else None)
+                            device_id=device if device.type != "cpu" else None)
     compare(device)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
@@ -223,8 +194,6 @@ def compare(device):
             share = max(ours / total for ours, total in zip(held, everything, strict=True))
     if share > 1.1 / world_size:
         raise RuntimeError(f"a rank holds {share:.0%} of what it holds with DDP")
-    check_forwards(sharded, ddp, batches[: 2 if rank == 0 else 1],
-                   torch.cat([rows[0], rows[1][:, ::world_size]], dim=1))
     check_saved(whole_state(sharded), sharded.state_dict(), ddp)
     check_start(device, mesh, batches, ddp)
     log(f"FSDP2: {share:.0%} of the bytes, {at_once:.0%} of the weights whole at once, DDP's up to"
@@ -273,27 +242,6 @@ def most_gathered(model, inputs, targets):
         block.up.register_forward_hook(look)
     mse_loss(model(inputs), targets).backward()
     return most
-
-
-def check_forwards(model, ddp, batches, every_row):
-    """Outside of training: ranks with different numbers of batches, and a method of one's own."""
-    inputs = batches[0][0]
-    with torch.no_grad():
-        try:
-            Stack.score(model, inputs)  # without what register_fsdp_forward_method() puts around it
-            outcome = "works"
-        except RuntimeError as error:
-            outcome = str(error).partition(",")[0].partition("default ")[2]
-        off = (model.score(inputs) - ddp.score(inputs)).abs().max().item()
-        for block in model.blocks:
-            block.factor += dist.get_rank()  # as statistics of BatchNorm: other ones on each rank
-        loss = validation_loss(model, batches)
-        expected = mse_loss(ddp(every_row[0]), every_row[1]).item()
-    log("validation_loss(): 2 batches on rank 0, 1 on each other;"
-        f" {loss:.5f}, DDP's {expected:.5f}")
-    log(f"score(): {outcome}; registered, off by {off:.1e}")
-    if not (abs(loss - expected) < 1e-5 and off < 1e-3 and outcome.startswith("got mixed")):
-        raise RuntimeError("a forward outside of training does not do what this file says")
 
 
 def check_saved(state, shards, ddp):
@@ -379,12 +327,6 @@ class Stack(nn.Module):
             inputs = block(inputs)
         return self.head(inputs)
 
-    def score(self, inputs):
-        """A method other than forward()."""
-        for block in self.blocks:
-            inputs = block(inputs)
-        return self.head(inputs).square().sum(dim=1)
-
 
 def new_head():
     return nn.Linear(WIDTH, WIDTH)
@@ -403,14 +345,27 @@ def new_optimizer(model):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def log(message, every_rank=False):
@@ -431,15 +386,15 @@ def stop(message, status=2):
 
 def parse_args():
     """Stop if the way of starting cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
-             " with CUDA_VISIBLE_DEVICES= in front")
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
+             " CPU with CUDA_VISIBLE_DEVICES= in front")
 
 
 if __name__ == "__main__":

@@ -1,42 +1,62 @@
 """How do I write a training script that survives being killed at any step?
 
-    for step in range(load_snapshot(path, batch_size, model, optimizer, scheduler) + 1, steps + 1):
-        torch.manual_seed(SEED + step * world_size + rank)  # dropout: other masks in every step
-        share = draw(step, batch_size, len(windows))[rank::world_size]  # of this step's examples
-        ...  # forward, backward, optimizer.step(), scheduler.step(): see add_up_gradients
-        if rank == 0 and (step % save_every == 0 or step == steps):
-            save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
-                  "scheduler": scheduler.state_dict(), "batch_size": batch_size}, path)
+    steps = range(load_snapshot(path, parts, batches)["step"], total_steps)  # over all epochs
+    shares = GlobalBatches(steps, len(dataset), batch_size, rank, world_size)
+    for step, batch in zip(steps, loader_of(SeededItems(dataset), shares)):
+        seed_all(SEED + step * world_size + rank)  # dropout: other masks in every step
+        ...  # forward, backward, optimizer.step(), scheduler.step()
+        if rank == 0:  # after some of the steps
+            states = {name: part.state_dict() for name, part in parts.items()}
+            save({**states, "step": step + 1, "batches": batches}, path)
 
 Start your own script from this one. A small GPT learns to predict the next character of a text.
 torchrun starts the ranks (processes; on GPUs: --nproc-per-node=gpu, one for each). After one has
 died, it starts all of them again, at most --max-restarts times. If you stop torchrun by SIGTERM,
-the ranks save after the step that they are in, and leave. During a validation, they have saved
-already. All that is random follows from the number of the step. So a run that goes on from its
-snapshot ends as if it had never been killed. On a CPU, with the same number of ranks, its weights
-are the same bit for bit.
+the ranks save after the step that they are in, and leave.
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
-    [rank 0/2] data: 14432 + 100 windows of 32 characters, Python's help
-    [rank 0/2] batch size 32: 16 + 16 windows on the ranks, each in 2 micro-batches
-    [rank 0/2] step   10/60 | loss 3.0983 | rate 1.00e-02 | norm  0.36 |   18129 tokens/s
-    [rank 0/2] step   20/60 | loss 2.9560 | rate 9.30e-03 | norm  0.40 |   18204 tokens/s
-    [rank 0/2] step   20/60 | validation loss 3.0814 | saved in train_by_steps.pt
+    [rank 0/2] data: 14432 + 100 windows of 32 characters, Python's help; 451 steps an epoch
+    [rank 0/2] batch size 32: 2 ranks x 2 micro-batches
+    [rank 0/2] step   10/60 | loss 3.1046 | rate 1.00e-02 | norm  0.38 |   440 examples/s
     ...
-    [rank 0/2] 2 replicas are identical, sha256 a544c13086bd
+    [rank 0/2] step   60/60 | training loss 2.7787, mean of 20 steps
+    [rank 0/2] step   60/60 | saved in train_by_steps.pt
+    [rank 0/2] step   60/60 | validation loss 2.7540 | best after step 60
+    [rank 0/2] 2 replicas are identical, sha256 f1bec32bdac8
 
 Your figures will differ: each version of Python has another help text (this is that of 3.11.7), and
-CPUs round differently. But delete train_by_steps.pt, and let one rank kill itself in step 30: your
-second run ends with the sha256 of your first.
+CPUs round differently. Now delete train_by_steps.pt, and let a rank kill itself in step 30. On a
+CPU, with as many ranks and cores, this run ends with the sha256 of your first one:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         recipes/train_by_steps.py 60 20 --crash-step 30
 
-Replace what is marked "your": the data, the model, the loss. Keep the rest. In a script that loads
-its weights again and no more, AdamW forgets its moments, and the learning rate warms up again.
-Dropout draws other masks, and examples come twice or never. A kill in the middle of a save leaves
-half a file. Restarted ranks wait for dead ones. One inf in a gradient makes all weights nan.
+Replace what is marked "your": data, model, loss, metrics, optimizer, schedule, options. All of that
+stands above the first line "Keep this". Nothing below that line needs a change, so you may leave it
+unread. To count in epochs, give --epochs. To survive, your script needs:
+
+    if it has                   a seed from    from rank 0, to validate   in the snapshot
+    shuffled data               epoch          -                          step, size of the batches
+    augmentation in workers     epoch, item    -                          -
+    dropout                     step, rank     -                          -
+    mixup's share (all alike)   step           -                          -
+    AdamW, a schedule, fp16     -              -                          a state_dict() of each
+    BatchNorm                   -              its buffers                -
+    EMA                         -              its buffers                state_dict(): n_averaged
+    best model, early stop      -              -                          best metrics, their step
+
+For the last row, a metric is a sum over all ranks, and a resumed run validates first. Whatever else
+changes in training must be in the snapshot, too, and alike on all ranks, as rank 0's is saved. See
+losses in train: the sum of the loss since the last validation.
+
+On GPUs, nobody has compared the bits yet. As far as is known, they need GPUs of the same kind, and
+as many, torch.backends.cudnn.benchmark = False, and torch.use_deterministic_algorithms(True) before
+NCCL starts: that also keeps it from NVLS, whose sums may differ from call to call.
+
+Then kill your own script at random moments: launch/kill_test.py. With --file train_by_steps.pt, it
+compares all that is in the snapshot, the optimizer, too; with --file train_by_steps_best.pt, the
+best model and its metrics.
 """
 
 import argparse
@@ -47,7 +67,9 @@ import functools
 import gc
 import hashlib
 import math
+import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -59,24 +81,30 @@ from pydoc_data.topics import topics
 
 LAUNCHER = os.getppid()  # asked now: importing torch takes seconds
 
+import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else DDP imports it later, which keeps the group alive to the end
+import torch.distributed.nn  # keep this: imported later, by DDP, it would keep the group open
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 SEED = 0
+ITEM_SEEDS = 10**9  # the seeds of items begin here: no step has one of them
 TIMEOUT = timedelta(minutes=10)  # how long ranks wait: also while one of them saves or compiles
 REPORT_EVERY = 10  # steps
-MOST_SKIPPED = 5  # steps in a row whose gradient is inf or nan
 
 # Your settings. These take some seconds on a CPU.
 CONTEXT = 32  # the model sees windows of so many characters
 VALIDATION = 100  # windows that are kept from training
 VOCABULARY, WIDTH, HEADS, LAYERS = 128, 64, 4, 2
 LEARNING_RATE, WARM_UP_STEPS, CLIP = 1e-2, 10, 1.0
+DROPOUT = 0.1
+EMA_DECAY = 0.9  # for 60 steps; 0.999 or more for a real training
+WORKERS = 2  # processes of each rank that load data; 0: the rank itself does
 
 
 @record  # if a process fails, torchrun's report shows its traceback
@@ -87,7 +115,7 @@ def main():
     # Step 1: start. Every process learns who it is, and takes its device. torchrun says so in
     # environment variables. LOCAL_RANK: the number of the process on this machine, and of its GPU.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # torchrun has given each one thread only
+    share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))  # by default, torchrun gives a rank one core
     listen_locally()  # nobody else has to reach these processes
 
     # Step 2: meet. Every process leaves its network address in a store that torchrun keeps, waits
@@ -97,10 +125,9 @@ def main():
     store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     if rank == 0:
         lock(args.snapshot_path)  # two jobs must not write one snapshot
-    roll_call(store, rank, world_size)  # if a rank does not come, say which
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT,
-        device_id=device if backend == "nccl" else None)  # NCCL wants to know its GPU
+        device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
 
     finished = train(device, args)  # steps 3, 4 and 5
 
@@ -120,92 +147,112 @@ def train(device, args):
     log(f"attempt {attempt}, pid {os.getpid()}, {device}, {dist.get_backend()}", every_rank=True)
 
     # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
-    windows, validation = load_text()  # your data: anything that a tensor of indices can index
-    check_batch_size(args, len(windows))
-    log(f"data: {len(windows)} + {len(validation)} windows of {CONTEXT} characters, Python's help")
-    shares = " + ".join(str(len(range(r, args.batch_size, world_size))) for r in range(world_size))
-    log(f"batch size {args.batch_size}: {shares} windows on the ranks, each in {args.accumulate}"
-        " micro-batches")
+    # Your data: map-style Datasets (with len() and []) that give tuples of tensors and numbers.
+    seed_all(SEED)  # if they are split at random: all ranks, and all restarts, need the same sets
+    train_set, validation_set, source = load_sets(args)  # your data
+    two_items = check_sets(train_set, validation_set, args)
+    epoch_steps = len(train_set) // args.batch_size
+    args.validate_every = args.save_every
+    if args.epochs:
+        args.total_steps, args.validate_every = args.epochs * epoch_steps, epoch_steps
+    log(f"data: {len(train_set)} + {len(validation_set)} {source}; {epoch_steps} steps an epoch")
+    log(f"batch size {args.batch_size}: {world_size} ranks x {args.accumulate} micro-batches")
 
-    torch.manual_seed(SEED)  # every run starts from the same weights
-    model = GPT(args.dropout).to(device)  # your model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    # Step 4: build the model, and wrap it.
+    seed_all(SEED)  # every run starts from the same weights
+    # (BatchNorm normalizes each rank's share of a micro-batch: see pitfalls/small_batch_norm.py.)
+    model = GPT().to(device)  # your model
+    # averaged.module is a model with the average of the weights over the last steps (EMA). It
+    # begins with those after the first step. (To begin with those before: averaged.n_averaged += 1.
+    # With use_buffers=False, buffers are copied, not averaged.)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY), use_buffers=True)
+    optimizer = torch.optim.AdamW(  # your optimizer; groups of parameters as on one GPU
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    # Your schedule. (With another TOTAL_STEPS than before, the first step after a resume still has
+    # the old rate. OneCycleLR would keep its old total_steps.)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps))
 
     # Go on from the snapshot. All ranks read it: DDP copies weights, but no optimizer's state.
-    steps_done = load_snapshot(args.snapshot_path, args.batch_size, model, optimizer, scheduler)
-    if steps_done > 0:
-        log(f"attempt {attempt}: resumed from {args.snapshot_path} after step {steps_done}")
+    # Whatever has a state_dict() belongs to its parts: in fp16, your GradScaler, too.
+    parts = {"model": model, "averaged": averaged, "optimizer": optimizer, "scheduler": scheduler}
+    batches = f"{args.batch_size} of {len(train_set)} examples"
+    start = load_snapshot(args.snapshot_path, parts, batches)
+    step, best = start["step"], start["best"]  # step: how many are done
+    # The sum of the loss over the steps since the last validation, and their number:
+    losses = torch.tensor(start["losses"], dtype=torch.float64, device=device)
+    if step > 0:
+        log(f"attempt {attempt}: resumed from {args.snapshot_path} after step {step}")
 
-    # Step 4: wrap the model. DDP (DistributedDataParallel) copies rank 0's weights to all replicas:
-    # each rank has one. In loss.backward(), it replaces gradients by their mean over all ranks.
+    # DDP (DistributedDataParallel) copies rank 0's weights to all replicas: each rank has one. In
+    # loss.backward(), it replaces gradients by their mean over all ranks.
     model = DDP(model, gradient_as_bucket_view=True)
-    settle_reduction_order(model, validation[:1].to(device), args)
+    settle_reduction_order(model, two_items)
 
     # SIGTERM asks this process to leave: torchrun sends it when you stop it, or when a rank failed,
     # and kills 30 s later. An epoch could take longer, so the ranks agree on it in every step: over
-    # the CPU (Gloo), beside the work of the GPU. (Python has one signal.set_wakeup_fd(), which this
-    # uses: do not use recipes/who_is_missing.py, too. The later one disables the other.)
+    # the CPU (Gloo), beside the work of the GPU.
     asked_to_leave = leave_on_sigterm()
     flags = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
-    skipped, clock, steps_reported = 0, time.perf_counter(), steps_done
-    for step in range(steps_done + 1, args.total_steps + 1):
+    stop_early = False
+    if start["due"]:  # this step's validation: a kill may have prevented it
+        best, stop_early = validate_and_decide(step, best, averaged, model, validation_set, args)
+    shares = GlobalBatches(range(step, args.total_steps), len(train_set), args.batch_size, rank,
+                           world_size, args.accumulate)
+    micro_batches = iter(loader_of(SeededItems(train_set), shares))
+    clock, steps_reported = time.perf_counter(), step
+    while step < args.total_steps and not stop_early:
+        step += 1
         if step == args.crash_step and attempt == 0 and rank == world_size - 1:
-            crash(step)
+            log(f"crash on purpose: SIGKILL in step {step}", every_rank=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
+        # Gradient accumulation: a batch that does not fit into memory comes in micro-batches.
+        batch = [next(micro_batches) for _ in range(args.accumulate)]
         # The seed of the dropout: on one number of ranks, no other step or rank has the same.
         # (SEED + step + rank would give rank 1 the masks that rank 0 has in the next step.)
-        torch.manual_seed(SEED + step * world_size + rank)
-        share = draw(step, args.batch_size, len(windows))[rank::world_size]
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        loss = add_up_gradients(model, windows, share, args)
+        seed_all(SEED + step * world_size + rank)
+        loss = add_up_gradients(model, batch, step, args)
+        dist.all_reduce(loss)  # the sum over the ranks, as rank 0 alone prints and saves it
+        losses += torch.stack([loss, torch.ones_like(loss)])
         # From here on, every rank has the same gradients, so the same norm: it takes the same step.
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        # An inf or nan on one rank is in the mean of all. It must not reach weights and snapshot.
+        # (To leave out such a step, and for a GradScaler: recipes/clip_and_scale.py.)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=True)
         rate = optimizer.param_groups[0]["lr"]
-        # An inf or nan on one rank is in the mean of all, and would spoil the weights for good.
-        skipped = 0 if norm.isfinite() else skipped + 1  # (this waits for the GPU)
-        if skipped == 0:
-            optimizer.step()
-        elif skipped == MOST_SKIPPED:
-            raise RuntimeError(f"inf or nan in the gradient of {skipped} steps, up to step {step}")
-        else:  # the forward pass has put the inf into BatchNorm's running mean, too
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+        optimizer.step()
+        update_average(averaged, model.module)  # the same on all ranks, without an exchange
         scheduler.step()
         optimizer.zero_grad()
 
         if step % REPORT_EVERY == 0 or step == args.total_steps:
-            dist.all_reduce(loss)  # the sum over the ranks: all call it, rank 0 prints it
             loss = loss.item()  # waits for the GPU: the clock must count finished work
-            tokens = (step - steps_reported) * args.batch_size * CONTEXT
-            speed = tokens / (time.perf_counter() - clock)
+            speed = (step - steps_reported) * args.batch_size / (time.perf_counter() - clock)
             log(f"step {step:4d}/{args.total_steps} | loss {loss:.4f} | rate {rate:.2e}"
-                f" | norm {norm.item():5.2f} | {speed:7.0f} tokens/s")
+                f" | norm {norm.item():5.2f} | {speed:5.0f} examples/s")
             clock, steps_reported = time.perf_counter(), step
 
-        leaving = step < args.total_steps and any_rank(asked_to_leave.is_set(), flags)
-        if step % args.save_every == 0 or step == args.total_steps or leaving:
-            # An inf or nan must not replace a good snapshot.
-            if any_rank(rank == 0 and not is_finite(model.module), flags):
-                raise RuntimeError(f"inf or nan in the weights or buffers after step {step}")
+        due = step % args.validate_every == 0 or step == args.total_steps
+        if due:
+            mean = losses[0] / losses[1]
+            log(f"step {step:4d}/{args.total_steps} | training loss {mean:.4f}, mean of"
+                f" {losses[1]:.0f} steps")
+            losses.zero_()
+        asked = torch.tensor(float(asked_to_leave.is_set()))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=flags)  # has any rank been asked?
+        leaving = asked.item() > 0 and step < args.total_steps
+        if due or leaving or step % args.save_every == 0:
             # Rank 0 alone writes a new file, then moves it over the old one: a crash meanwhile
-            # leaves the old one intact. No random state is saved: it follows from the step.
-            # (An average of the weights belongs here, too: averaged.state_dict().)
+            # leaves the old one intact. No random state is saved: it follows from the step. A
+            # validation comes after its snapshot: it could take longer than SIGTERM leaves. So best
+            # is that of the validation before, and a run that goes on from here validates first.
             if rank == 0:
-                save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
-                      "scheduler": scheduler.state_dict(), "step": step,
-                      "batch_size": args.batch_size}, args.snapshot_path)
-            note = ""
-            if not leaving:
-                # After the save: it could take longer than SIGTERM leaves. A validation that was
-                # killed does not come again. (To keep the best model, too: save it here, with its
-                # loss, in a file of its own.)
-                note = f" | validation loss {validate(model, validation, device, args):.4f}"
-            log(f"step {step:4d}/{args.total_steps}{note} | saved in {args.snapshot_path}")
-            clock, steps_reported = time.perf_counter(), step
+                states = {name: part.state_dict() for name, part in parts.items()}
+                save({**states, "step": step, "due": due, "best": best,
+                      "losses": losses.tolist(), "batches": batches}, args.snapshot_path)
+            log(f"step {step:4d}/{args.total_steps} | saved in {args.snapshot_path}")
 
         if leaving:
             who = "this rank was" if asked_to_leave.is_set() else "another rank was"
@@ -213,142 +260,148 @@ def train(device, args):
             dist.barrier()  # once one has left, torchrun ends the others: rank 0 must have saved
             return False
 
-    # The snapshot may have all steps already.
-    if steps_done >= args.total_steps:
+        if due:
+            best, stop_early = validate_and_decide(
+                step, best, averaged, model, validation_set, args)
+            clock, steps_reported = time.perf_counter(), step
+
+    if stop_early:
+        log(f"stopped early: no better validation since step {best['step']}")
+    elif step == start["step"]:  # the snapshot has all steps already
         log("nothing left to train: ask for more steps, or delete the snapshot")
-    check_replicas(model)
+    check_replicas(nn.ModuleList([model.module, averaged.module]))
     return True
 
 
-def load_snapshot(path, batch_size, model, optimizer, scheduler):
-    """Load the snapshot at path; return the number of its step, which is 0 without one."""
-    if not os.path.exists(path):
-        return 0
-    try:
-        with zipfile.ZipFile(path) as archive:  # the format of torch.save
-            if damaged := archive.testzip():  # torch.load does not look at the checksums
-                raise ValueError(f"wrong checksum of {damaged}")
-        # weights_only: an ordinary pickle can run any code while it is read. map_location:
-        # otherwise the tensors go to the GPU that they were saved from, rank 0's.
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(snapshot["model"])
-        optimizer.load_state_dict(snapshot["optimizer"])  # otherwise AdamW has lost its moments
-        scheduler.load_state_dict(snapshot["scheduler"])  # otherwise the warm-up begins again
-        if snapshot["batch_size"] != batch_size:  # the epoch's slices would be others
-            stop(f"{path} needs --batch-size {snapshot['batch_size']}, as before: with"
-                 f" {batch_size}, examples would come twice or never", status=1)
-        return snapshot["step"]
-    except Exception as error:  # a damaged file can raise almost any exception
-        reason = str(error).strip().partition("\n")[0]
-        stop(f"cannot continue from {path} ({type(error).__name__}: {reason}): move it away to"
-             " start anew, or choose another --snapshot-path if it is another script's", status=1)
-
-
-def settle_reduction_order(model, batch, args):
-    """Run DDP once without a step, so that a resumed run adds up gradients in the same order."""
-    # DDP collects gradients in buckets, and regroups these once, after its first backward. That
-    # changes the order of additions and, with three ranks or more, the rounding.
-    model.eval()  # no dropout: this pass must not use up random numbers
-    mean_loss(model, batch, args).backward()
-    model.train()
-    model.zero_grad()  # nor leave gradients
-
-
-def is_finite(model):
-    """Return whether all weights and buffers are finite."""
-    return all(tensor.isfinite().all() for tensor in model.state_dict().values())
-
-
-def draw(step, batch_size, count):
-    """Return the indices of the examples in a step's batch, for all ranks together."""
-    # An epoch is a shuffle of all count examples; each step takes the next slice of it. (The rest,
-    # less than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
-    # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
-    # If you load data in worker processes: GlobalBatches in recipes/resume_mid_epoch.py, and
-    # DataLoader(..., worker_init_fn=ignore_sigterm, multiprocessing_context="fork"), as Python 3.14
-    # would start them by another process, which SIGTERM ends.
-    epoch, place = divmod(step - 1, count // batch_size)
-    return shuffled(epoch, count)[place * batch_size : (place + 1) * batch_size]
-
-
-@functools.lru_cache(maxsize=1)  # so that a step need not shuffle again
-def shuffled(epoch, count):
-    """Return the indices from 0 to count - 1 in the order of an epoch."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(SEED + epoch))
-
-
-def add_up_gradients(model, windows, share, args):
+def add_up_gradients(model, micro_batches, step, args):
     """Set the gradients to those of the whole batch; return this rank's part of its mean loss."""
-    device = next(model.parameters()).device
-    total = torch.zeros((), device=device)
-    # Gradient accumulation: a batch that does not fit into memory is cut into micro-batches, as
-    # many on every rank, and their gradients add up.
-    micro_batches = share.tensor_split(args.accumulate)
-    for i, indices in enumerate(micro_batches):
-        batch = windows[indices].to(device)
+    total = 0
+    for i, batch in enumerate(micro_batches):
         # no_sync: only the last micro-batch exchanges gradients. DDP decides that in its forward
         # pass, so forward and backward are inside.
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
-            loss = mean_loss(model, batch, args)
+            loss = mean_loss(model, batch, step)
             # This micro-batch's part of the batch. (Their sizes may differ by one example.)
-            weight = len(indices) / args.batch_size
+            weight = len(batch[0]) / args.batch_size
             # DDP takes the mean over the ranks; times their number, that is the sum.
             (loss * weight * dist.get_world_size()).backward()
         total += loss.detach() * weight  # loss.item() would make the CPU wait for the GPU
     return total
 
 
-def any_rank(condition, group):
-    """Return True on every rank if condition is true on any of them. All ranks must call it."""
-    flag = torch.tensor(float(condition))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return flag.item() > 0
+def validate_and_decide(step, best, averaged, model, validation_set, args):
+    """Validate the average; save it if it is the best so far.
 
-
-@torch.inference_mode()
-def validate(model, validation, device, args):
-    """Return the mean loss on the validation set. Every window counts once over all ranks."""
-    # The shares may differ by one, so no rank may wait for another: model.module is the model
-    # without DDP.
-    # This model has no buffers. If yours has BatchNorm: each rank's running mean is of its own
-    # windows. Validate with rank 0's, which are saved. (If you validate an average of the weights,
-    # do this for both models, or check_replicas fails: recipes/weights_to_serve.py.)
-    for buffer in model.module.buffers():
+    Return the metrics of the best with its step, and whether it is time to stop early.
+    """
+    # BatchNorm's buffers differ by rank: take those of rank 0, as it has saved them. (Not those of
+    # averaged itself: n_averaged is one, and stays on the CPU.)
+    for buffer in (*averaged.module.buffers(), *model.module.buffers()):
         dist.broadcast(buffer, src=0)
+    metrics = validate(averaged.module, validation_set)
+    # All ranks have the same metrics, so they decide alike: that needs no exchange.
+    if is_better(metrics, best):
+        best = {**metrics, "step": step}
+        if dist.get_rank() == 0:
+            path = f"{args.snapshot_path.removesuffix('.pt')}_best.pt"
+            save({"model": averaged.module.state_dict(), **best}, path)
+    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    log(f"step {step:4d}/{args.total_steps} | validation {text} | best after step {best['step']}")
+    return best, args.patience and step - best["step"] >= args.patience * args.validate_every
+
+
+# ---- Yours: the data, the model, the loss, the metric, the schedule ----
+
+
+def load_sets(args):
+    """Your data. Return (training set, validation set, their name): windows of a text."""
+    # The texts of all topics of help(), as in help("if"): every Python has them.
+    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
+    characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    windows = characters.long().unfold(0, CONTEXT + 1, CONTEXT)  # int64 (N, CONTEXT + 1)
+    sets = TensorDataset(windows[:-VALIDATION]), TensorDataset(windows[-VALIDATION:])
+    return *sets, f"windows of {CONTEXT} characters, Python's help"
+
+
+def loader_of(dataset, lists):
+    """Return a DataLoader that yields a batch for each list of items, in the order of the lists."""
+    # SIGTERM must not end a worker before its rank. (Python 3.14 would start the workers by another
+    # process, which SIGTERM ends.)
+    return DataLoader(dataset, batch_sampler=lists, num_workers=WORKERS,
+                      worker_init_fn=ignore_sigterm,
+                      multiprocessing_context="fork" if WORKERS else None)
+
+
+class GPT(nn.Module):
+    """Your model. This is a small GPT: characters, int64 (N, T), to logits (N, T, VOCABULARY)."""
+
+    def __init__(self):
+        super().__init__()
+        self.characters = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, DROPOUT, nn.functional.gelu,
+                                       batch_first=True, norm_first=True) for _ in range(LAYERS))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, text):
+        positions = torch.arange(text.shape[1], device=text.device)
+        x = self.dropout(self.characters(text) + self.positions(positions))
+        future = nn.Transformer.generate_square_subsequent_mask(len(positions), text.device)
+        for block in self.blocks:
+            x = block(x, src_mask=future, is_causal=True)
+        return self.head(x)
+
+
+def mean_loss(model, batch, step):
+    """Your loss: the mean over the batch of how badly each next character is predicted.
+
+    batch: what the loader makes of your items, a list of tensors. The mean must be over examples.
+    For one over tokens: recipes/unequal_micro_batches.py.
+    """
+    device = next(model.parameters()).device
+    [windows] = [part.to(device, non_blocking=True) for part in batch]  # your data: images, labels
+    # What all ranks must draw alike follows from the step alone. For a mixup, say (each image gets
+    # its partner from the same rank's micro-batch):
+    # share = numpy.random.default_rng(SEED + step).beta(0.2, 0.2) if model.training else 1.0
+    # (In bfloat16: with torch.autocast(device.type, torch.bfloat16): around the next line.)
+    logits = model(windows[:, :-1])  # your loss begins here
+    return cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())  # your loss
+
+
+@torch.no_grad()
+def validate(model, validation_set):
+    """Your metrics. Return each by its name, the same on all ranks.
+
+    Every example counts once over all ranks. For a metric by class, all-reduce a sum and a count of
+    each class. More: recipes/metrics.py.
+    """
+    # The shares may differ by one, so no rank may wait for another: this is a model without DDP.
+    seed_all(SEED + dist.get_rank())  # if yours draws: the same numbers in each validation
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for batch in validation[dist.get_rank() :: dist.get_world_size()].split(64):
-        total += mean_loss(model.module, batch.to(device), args) * len(batch)
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    share = range(dist.get_rank(), len(validation_set), dist.get_world_size())
+    for batch in loader_of(validation_set, BatchSampler(share, 64, drop_last=False)):
+        total += mean_loss(model, batch, 0) * len(batch[0])  # your metric
     model.train()
     dist.all_reduce(total)  # sum, then divide: a mean of means is wrong when shares differ
-    return total.item() / len(validation)
+    return {"loss": total.item() / len(validation_set)}
 
 
-def check_replicas(model):
-    """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
-    sha256 = hashlib.sha256()
-    for tensor in model.module.state_dict().values():
-        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
-    digest = sha256.hexdigest()[:12]
-    digests = gathered(digest)
-    if set(digests) != {digest}:
-        raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
-    same = f"{len(digests)} replicas are identical" if len(digests) > 1 else "one replica"
-    log(f"{same}, sha256 {digest}")
+def is_better(metrics, best):
+    """Return whether these are the best metrics so far. best: those of before, if there are any."""
+    return metrics["loss"] < best.get("loss", math.inf)  # your rule: > best.get("accuracy", 0), say
 
 
-# ---- Yours: the loss, the schedule, the data, the model ----
-
-
-def mean_loss(model, batch, args):
-    """Return your loss, the mean over the batch: how badly each next character is predicted.
-
-    The mean must be over examples. For one over tokens: recipes/unequal_micro_batches.py.
-    """
-    inputs, targets = batch[:, :-1], batch[:, 1:]
-    with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.bf16):
-        logits = model(inputs)
-    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+def update_average(averaged, plain):
+    """Take the weights after a step into the average."""
+    averaged.update_parameters(plain)
+    # torch truncates the means of integers, so a table of indices drifts; and the mean of a mask's
+    # -inf is nan. Copy these.
+    for mean, latest in zip(averaged.module.buffers(), plain.buffers(), strict=True):
+        mean.copy_(torch.where(latest.isfinite(), mean, latest)
+                   if latest.is_floating_point() else latest)
 
 
 def warm_up_and_cosine(steps_done, total_steps):
@@ -359,54 +412,137 @@ def warm_up_and_cosine(steps_done, total_steps):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
 
 
-def load_text():
-    """Return windows of a text, int64 (N, CONTEXT + 1): for training, and for validation."""
-    # The texts of all topics of help(), as in help("if"): every Python has them.
-    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
-    characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    windows = characters.long().unfold(0, CONTEXT + 1, CONTEXT)
-    return windows[:-VALIDATION], windows[-VALIDATION:]
+def parse_args():
+    """Return the arguments; stop if they, or the way of starting, cannot work."""
+    gpus = count_gpus()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = stop
+    parser.add_argument("total_steps", type=int, nargs="?", default=60, help="60 by default")
+    parser.add_argument("save_every", type=int, nargs="?", default=20, help="steps; 20 by default")
+    parser.add_argument("--epochs", type=int, help="in place of TOTAL_STEPS; validated after each")
+    parser.add_argument("--patience", type=int, help="validations without a better loss; then stop")
+    parser.add_argument("--batch-size", type=int, default=32, help="examples per step, all ranks")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches on each rank")
+    parser.add_argument("--snapshot-path", default="train_by_steps.pt")
+    parser.add_argument("--crash-step", type=int, help="kill the last rank there, on attempt 0")
+    args = parser.parse_args()
+    counts = {"TOTAL_STEPS": args.total_steps, "SAVE_EVERY": args.save_every,
+              "--accumulate": args.accumulate, "--epochs": args.epochs, "--patience": args.patience}
+    if wrong := [name for name, count in counts.items() if count is not None and count < 1]:
+        stop(f"{' and '.join(wrong)} must be 1 or more")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        stop("this script is for one machine: use 03_multinode.py on several")
+    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
+             " CPU with CUDA_VISIBLE_DEVICES= in front")
+    return args
 
 
-class GPT(nn.Module):
-    """A small GPT: characters, int64 (N, T), to logits of the next ones, (N, T, VOCABULARY)."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.characters = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(TransformerBlock(dropout) for _ in range(LAYERS)))
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
-
-    def forward(self, text):
-        positions = torch.arange(text.shape[1], device=text.device)
-        x = self.characters(text) + self.positions(positions)
-        return self.head(self.blocks(self.dropout(x)))
+# ---- Keep this: without it, a resumed run is not equal to an unbroken one ----
 
 
-class TransformerBlock(nn.Module):
-    """Attention, then an MLP: (N, T, WIDTH) to the same shape."""
+def load_snapshot(path, parts, batches):
+    """Load all parts from the snapshot at path. Return the rest of it, or that of a new job."""
+    if not os.path.exists(path):
+        return {"step": 0, "due": False, "best": {"step": 0}, "losses": [0, 0]}
+    try:
+        with zipfile.ZipFile(path) as archive:  # the format of torch.save
+            if damaged := archive.testzip():  # torch.load does not look at the checksums
+                raise ValueError(f"wrong checksum of {damaged}")
+        # weights_only: an ordinary pickle can run any code while it is read. map_location:
+        # otherwise the tensors go to the GPU that they were saved from, rank 0's.
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in parts.items():  # without them, AdamW has lost its moments, and so on
+            part.load_state_dict(snapshot[name])
+        if snapshot["batches"] != batches:  # the epoch's slices would be others
+            stop(f"{path} goes on with batches of {snapshot['batches']}, as before: with {batches},"
+                 " some would come twice or never", status=1)
+        return {name: value for name, value in snapshot.items() if name not in parts}
+    except Exception as error:  # a damaged file can raise almost any exception
+        reason = str(error).strip().partition("\n")[0]
+        stop(f"cannot continue from {path} ({type(error).__name__}: {reason}): move it away to"
+             " start anew, or choose another --snapshot-path if it is another script's", status=1)
 
-    def __init__(self, dropout):
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.queries_keys_values = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.project = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(),
-                                 nn.Linear(4 * WIDTH, WIDTH))
 
-    def forward(self, x):
-        qkv = self.queries_keys_values(self.norm(x)).unflatten(2, (3, HEADS, WIDTH // HEADS))
-        heads = scaled_dot_product_attention(
-            *qkv.permute(2, 0, 3, 1, 4), is_causal=True,
-            dropout_p=self.dropout.p if self.training else 0.0)
-        x = x + self.dropout(self.project(heads.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.mlp(x))
+def seed_all(seed):
+    """Seed all that your model and your data may draw random numbers from."""
+    # (A generator of your Dataset's own does not follow. Make it anew in each __getitem__:
+    # seed = torch.randint(2**62, ()).item(), and then, say, numpy.random.default_rng(seed).)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # for GPUs, too; and the workers of a DataLoader start from it
 
 
-# ---- Helpers that are no part of the lesson ----
+class GlobalBatches(Sampler):
+    """A rank's share of each step's batch. For DataLoader(SeededItems(...), batch_sampler=...)."""
+
+    def __init__(self, steps, items, batch_size, rank, world_size, micro_batches=1):
+        """steps: a range, counted from 0 over all epochs. batch_size: that of all ranks."""
+        self.steps, self.items, self.batch_size = steps, items, batch_size
+        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+
+    def __len__(self):
+        return len(self.steps) * self.micro_batches
+
+    def __iter__(self):
+        # An epoch is a shuffle of all items; each step takes the next slice of it. (The rest, less
+        # than a batch, is left out; another epoch leaves out others.) The number of ranks plays no
+        # part, so a job can go on with more or fewer. Keep its batch size: it makes the slices.
+        for step in self.steps:
+            epoch, place = divmod(step, self.items // self.batch_size)
+            batch = shuffled(epoch, self.items)[place * self.batch_size :][: self.batch_size]
+            # If world_size does not divide batch_size, some ranks have one item more. The loss must
+            # then be weighed by len(share) * world_size / batch_size.
+            share = batch[self.rank :: self.world_size]
+            for part in share.tensor_split(self.micro_batches):
+                yield [(epoch, item) for item in part.tolist()]
+
+
+@functools.lru_cache(maxsize=1)  # so that a step need not shuffle again
+def shuffled(epoch, items):
+    """Return the indices from 0 to items - 1 in the order of an epoch: the same on all ranks."""
+    return torch.randperm(items, generator=torch.Generator().manual_seed(SEED + epoch))
+
+
+class SeededItems(Dataset):
+    """Asked for (epoch, item): what your Dataset draws at random for it follows from these two."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, epoch_and_item):
+        epoch, item = epoch_and_item
+        seed_all(ITEM_SEEDS + epoch * len(self.dataset) + item)
+        return self.dataset[item]
+
+
+def settle_reduction_order(model, batch):
+    """Run DDP once without a step, so that a resumed run adds up gradients in the same order."""
+    # DDP collects gradients in buckets, and regroups these once, after its first backward. That
+    # changes the order of additions and, with three ranks or more, the rounding.
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    mean_loss(model, batch, 0).backward()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)  # this pass must not change a BatchNorm layer
+    model.zero_grad()
+
+
+def check_replicas(module):
+    """Raise RuntimeError unless every rank holds the same weights and buffers, bit for bit."""
+    sha256 = hashlib.sha256()
+    for tensor in filter(torch.is_tensor, module.state_dict().values()):
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # its bytes, of any type
+    digest = sha256.hexdigest()[:12]
+    digests = gathered(digest)
+    if set(digests) != {digest}:
+        raise RuntimeError(f"the replicas differ: sha256 {', '.join(digests)}")
+    same = f"{len(digests)} replicas are identical" if len(digests) > 1 else "one replica"
+    log(f"{same}, sha256 {digest}")
+
+
+# ---- Keep this: without it, a kill, a full disk or wrong data costs more than it must ----
 
 
 def save(state, path):
@@ -425,16 +561,17 @@ def save(state, path):
 
 
 def leave_on_sigterm():
-    """Return an Event that SIGTERM sets. If the process waits for a dead rank just then, end it."""
+    """Return an Event that SIGTERM sets. A process that waits for a dead rank just then ends."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     # Python runs that line only between two of its instructions: not while a collective waits for
     # a rank that is gone. The byte that the signal leaves in this pipe comes at once.
-    # After 30 s, torchrun kills. Until then, the wait may be one for a slow save.
-    patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 10
+    # A wait of up to 20 s may be one for a slow save. It ends before torchrun kills, after 30 s.
+    seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    patience = max(seconds - 10, seconds / 2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a process has only one
 
     def watch():
         while signal.SIGTERM not in os.read(reader, 1):
@@ -450,13 +587,20 @@ def leave_on_sigterm():
 
 def ignore_sigterm(worker):
     """What a loader's worker calls first: only its rank ends it, not torchrun's signal to all."""
-    # A worker that ended before its rank would end that, too. One that ignored the rank's SIGTERM
-    # would keep it from ending, after an error.
+    # If a worker ended first, its rank would fail. If a worker ignored SIGTERM from its rank, too,
+    # the rank could not end after an error. And if the rank was killed in the worker's first
+    # moments, PyTorch's own worker would stay for ever. (A program that the worker starts ignores
+    # SIGTERM, too: end it by kill().)
+    if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the epoch there
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    rank = multiprocessing.parent_process().pid
 
     def watch():
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
+        while os.getppid() == rank:
+            asked = signal.sigtimedwait({signal.SIGTERM}, 1)  # None after a second
+            if asked and asked.si_pid == rank:
+                break
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -472,38 +616,10 @@ def exit_with_launcher():
     threading.Thread(target=watch, daemon=True).start()
 
 
-def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
-
-
-def share_cores(local_world_size):
-    """Divide this machine's cores among its processes."""
-    # By default each process uses all cores (or, under torchrun, only one).
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // local_world_size))
-    # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not torch.cuda.is_available():
-        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def listen_locally():
-    """Let Gloo listen on this machine only: by default, anyone on its network can connect."""
-    # Interface 1 is the loopback interface: lo on Linux, lo0 on a Mac.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-
-
 def lock(path):
     """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
     try:
-        file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT)  # never closed
+        file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT, 0o666)  # never closed
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
     except BlockingIOError:
         stop(f"another job is running with {path}: end it, or choose another path", status=1)
@@ -514,32 +630,75 @@ def lock(path):
               flush=True)
 
 
-def roll_call(store, rank, world_size):
-    """Return when all ranks have come; stop if that takes too long, and name the missing ones."""
-    store.set(f"rank {rank}", "here")
-    missing, deadline = [], time.monotonic() + store.timeout.total_seconds()
-    for number in range(world_size):
-        try:  # (check() would ask without a limit, and the store may be gone, too)
-            store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
-        except dist.DistStoreError:
-            missing.append(f"rank {number}")
-    if missing:
-        stop(f"{', '.join(missing)} did not come within {store.timeout.total_seconds():g} s: look"
-             " for an error above, or for a process that hangs", status=1)
-
-
-def check_batch_size(args, count):
-    """Stop if the batch does not give each rank something in each micro-batch."""
+def check_sets(train_set, validation_set, args):
+    """Return a batch of two for training. Stop if the sets, or the batch size, cannot be used."""
+    for name, dataset in ("validation", validation_set), ("training", train_set):
+        if len(dataset) == 0:
+            stop(f"the {name} set is empty", status=1)
+        # Through the loader, not as dataset[0]: that could open a file (HDF5) in this process, and
+        # the loader's workers would then share it. (Open yours in the first call of __getitem__.)
+        try:
+            batch = next(iter(loader_of(dataset, [[0, len(dataset) - 1]])))
+            parts = batch if isinstance(batch, tuple | list) else []
+            why = f"a batch is {[type(part).__name__ for part in parts] or type(batch).__name__}"
+        except Exception as error:
+            if "collate" not in str(error):  # an error in your Dataset
+                raise
+            parts, why = [], str(error).strip().rpartition("\n")[2]
+            why = "they differ in size" if "resize" in why else why
+        if not parts or not all(map(torch.is_tensor, parts)):
+            stop(f"the items of the {name} set must be tuples of tensors (of one size) or numbers:"
+                 f" {why}. Has it a transform that makes such tensors?", status=1)
     smallest = dist.get_world_size() * args.accumulate
-    if not smallest <= args.batch_size <= count:
-        stop(f"--batch-size must be from {smallest} (a window for each of {dist.get_world_size()}"
-             f" ranks in each of {args.accumulate} micro-batches) to {count}")
+    if not smallest <= args.batch_size <= len(train_set):
+        stop(f"--batch-size must be from {smallest} (an example for each of"
+             f" {dist.get_world_size()} ranks in each of {args.accumulate} micro-batches) to"
+             f" {len(train_set)}")
+    return batch
 
 
-def crash(step):
-    """Kill this process, to see that nothing is lost."""
-    log(f"crash on purpose: SIGKILL in step {step}", every_rank=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+# ---- Helpers for convenience ----
+
+
+def pick_device(local_rank):
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
+
+
+def share_cores(local_world_size):
+    """Divide this machine's cores among its processes."""
+    # By default each process uses all cores (or, under torchrun, only one).
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world_size))
+    # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
+    if not count_gpus():
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def listen_locally():
+    """Let Gloo listen on this machine only: by default, anyone on its network can connect."""
+    # Interface 1 is the loopback interface: lo on Linux, lo0 on a Mac.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
 
 
 def gathered(value):
@@ -563,34 +722,6 @@ def stop(message, status=2):
         time.sleep(10)  # a rank that is still alive after this was the only one to fail
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
-
-
-def parse_args():
-    """Return the arguments; stop if they, or the way of starting, cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.add_argument("total_steps", type=int, nargs="?", default=60, help="60 by default")
-    parser.add_argument("save_every", type=int, nargs="?", default=20, help="steps; 20 by default")
-    parser.add_argument("--batch-size", type=int, default=32, help="windows per step, all ranks")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches on each rank")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where it can")
-    parser.add_argument("--snapshot-path", default="train_by_steps.pt")
-    parser.add_argument("--crash-step", type=int, help="kill the last rank there, on attempt 0")
-    args = parser.parse_args()
-    if min(args.total_steps, args.save_every, args.accumulate) < 1:
-        stop("TOTAL_STEPS, SAVE_EVERY and --accumulate must be 1 or more")
-    if not 0 <= args.dropout < 1:
-        stop("--dropout must be 0 or more, and less than 1")
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        stop("this script is for one machine: use 03_multinode.py on several")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
-             " with CUDA_VISIBLE_DEVICES= in front")
-    return args
 
 
 if __name__ == "__main__":

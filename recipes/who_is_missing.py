@@ -28,7 +28,7 @@ Float[7] is a tensor's type and size. Do not gather the records by a collective 
 broken. When one rank has failed, torchrun ends the others by SIGTERM. Python then skips "finally",
 and runs no handler of signal.signal() as long as the rank waits in a call: hence
 save_record_at_sigterm(). It also prints the line in which the rank is. Gloo's record lacks
-dist.send and dist.recv. With torch 2.10 and Gloo, there is no record.
+dist.send and dist.recv.
 
 TORCH_DISTRIBUTED_DEBUG=DETAIL reports both faults without records. But it makes the ranks compare
 each call, and with Gloo it crashes DistributedDataParallel (DDP) on CPUs (torch 2.11 and 2.15).
@@ -223,7 +223,7 @@ def main():
     parse_args()
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if backend == "nccl" else None)
+                            device_id=device if device.type != "cpu" else None)
     with tempfile.TemporaryDirectory() as folder:  # each rank makes one; all use that of rank 0
         show_both(gathered(folder)[0])
         dist.barrier()  # the folder is needed up to here
@@ -289,14 +289,27 @@ def gathered(value):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): for each process a GPU and NCCL, or the CPU and Gloo."""
-    if not torch.cuda.is_available():
-        if torch.cuda.device_count() and local_rank == 0:  # the driver counts GPUs, torch has none
-            print("note: torch cannot use the GPU of this machine, and takes the CPU: is its driver"
-                  f" too old for CUDA {torch.version.cuda}?\n", end="", flush=True)
-        return torch.device("cpu"), "gloo"
-    torch.cuda.set_device(local_rank)  # otherwise every process also takes memory on GPU 0
-    return torch.device("cuda", local_rank), "nccl"
+    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
+    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
+    if count_gpus():
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
+        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
+    why = ""
+    if torch.accelerator.is_available():
+        why = f"no backend exchanges tensors of {kind.type}"
+    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
+        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
+    if why and local_rank == 0:
+        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    return torch.device("cpu"), "gloo"
+
+
+def count_gpus():
+    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
+    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
+    return torch.accelerator.device_count() if carried else 0
 
 
 def log(message, every_rank=False):
@@ -317,15 +330,15 @@ def stop(message, status=2):
 
 def parse_args():
     """Stop if the way of starting cannot work."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
     parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node=gpu, or the CPU"
-             " with CUDA_VISIBLE_DEVICES= in front")
+        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
+             " CPU with CUDA_VISIBLE_DEVICES= in front")
 
 
 if __name__ == "__main__":

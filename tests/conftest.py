@@ -35,6 +35,12 @@ def pytest_configure(config):
         raise pytest.UsageError("--rounds: give 1 or more: none would test nothing")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Plain pytest runs three files at a time, as most tests wait; all else runs in one process."""
+    plain = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return 3 if plain and config.option.markexpr == "not long and not gpu" else 0
+
+
 # ---- pytest -m gpu ----
 
 ASK = """import json, torch
@@ -59,9 +65,14 @@ def pytest_report_header(config):
     if config.option.markexpr != "gpu":
         return None
     found = machine_with_gpus()
-    os.environ["GPU_TESTS"] = "asked for"
     return (f"GPUs: {found['gpus']} ({found['name']}), torch {found['torch']}, CUDA"
             f" {found['cuda']}, NCCL {found['nccl']}")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU here"))
 
 
 @pytest.fixture

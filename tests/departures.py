@@ -27,15 +27,18 @@ from lab import Lab
 from support import ROOT, family, tensors, wait_until, write_digits
 
 NODES = "node1", "node2", "node3"
-EVENTS = "SIGTERM", "kill", "worker", "cut", "return"
+EVENTS = "SIGTERM", "kill", "kill host", "worker", "cut", "return"
+# What the others print. The first only if a heartbeat was due before their processes had failed.
+LOST = ("has failed to send a keep-alive heartbeat to the rendezvous",
+        "has failed to shutdown the rendezvous")  # fmt: skip
 
 
 class Round:
     """A job on machines that come and go."""
 
-    def __init__(self, seed, lab, folder, script=ROOT / "03_multinode.py"):
-        self.rng, self.lab, self.folder, self.script = random.Random(seed), lab, folder, script
-        self.shared = self.rng.random() < 0.3
+    def __init__(self, seed, lab, folder, shared):
+        self.rng, self.lab, self.folder = random.Random(seed), lab, folder
+        self.shared = self.rng.random() < 0.3 if shared is None else shared
         self.data = write_digits(folder / "data")
         self.running, self.jobs, self.starts, self.story = {}, [], 0, []
         for node in NODES:
@@ -59,7 +62,7 @@ class Round:
             f"--rdzv-id={self.starts}", "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.host}:{29600 + self.starts}",
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-            self.script, 10_000, 3, "--batch-size", 24, "--timeout", 15,
+            ROOT / "03_multinode.py", 10_000, 3, "--batch-size", 24, "--timeout", 15,
             "--data-dir", self.data, "--snapshot-path", self.path(node))  # fmt: skip
         self.jobs.append(self.running[node])
 
@@ -72,53 +75,57 @@ class Round:
         ), self.output, timeout=180)  # fmt: skip
         time.sleep(self.rng.uniform(0, 1.5))  # so that the next event comes at any moment
 
-    def torchrun(self, node):
-        """The process of torchrun on a machine."""
+    def process(self, node, launcher):
+        """The process of torchrun on a machine, or that of its worker."""
         return next(pid for pid, command in family(self.running[node].process, itself=True).items()
-                    if "torchrun" in command and "--rdzv" in command)  # fmt: skip
+                    if "03_multinode.py" in command and ("--rdzv" in command) == launcher)
 
-    def worker(self, node):
-        return next(pid for pid, command in family(self.running[node].process).items()
-                    if "03_multinode.py" in command and "--rdzv" not in command)  # fmt: skip
-
-    def event(self):
+    def event(self, kind):
         """Something happens to a machine; afterwards, self.running are those that train."""
         away = [node for node in NODES if node not in self.running]
-        kind = self.rng.choice([e for e in EVENTS if away or e != "return"])
         node = self.rng.choice(away if kind == "return" else sorted(self.running))
+        node = self.host if kind == "kill host" else node
         if kind == "cut" and node == self.host:  # all could only wait until it is back
-            kind = "worker"
-        self.story.append(f"{kind} {node}{' (host)' * (node == self.host)}")
+            node = next((other for other in sorted(self.running) if other != node), node)
+            kind = "cut" if node != self.host else "worker"
+        self.story.append(f"{kind} {node}{' (host)' if node == self.host else ''}")
         if kind == "return":
-            return self.start(node)
-        if kind == "worker":
-            return os.kill(self.worker(node), signal.SIGKILL)
-        if kind == "cut":  # the others go on without it, and it comes back by itself
+            self.start(node)
+        elif kind == "worker":
+            os.kill(self.process(node, launcher=False), signal.SIGKILL)
+        elif kind == "cut":  # the others go on without it, and it comes back by itself
             self.lab("cut", node)
             job = self.running.pop(node)
             self.go_on()
             self.lab("mend", node)
             self.running[node] = job
-            return None
-        if kind == "kill":
-            self.lab("kill", node)
         else:
-            os.kill(self.torchrun(node), signal.SIGTERM)
+            self.leave(node, kind)
+
+    def leave(self, node, kind):
+        if kind == "SIGTERM":
+            os.kill(self.process(node, launcher=True), signal.SIGTERM)
+        else:
+            self.lab("kill", node)
         self.running.pop(node).result(90)
         if node == self.host or not self.running:  # the others end, too
             for job in self.running.values():
-                job.result(180)
+                left = job.result(180)
+                assert kind == "SIGTERM" or any(text in left.output for text in LOST), left.output
             self.running.clear()
             self.start_all()
 
     def play(self, events):
         self.start_all()
         self.go_on()
-        for _ in range(events):
-            self.event()
+        for kind in events:
+            if kind == "return" and len(self.running) == len(NODES):
+                self.event("kill")
+                self.go_on()
+            self.event(kind)
             self.go_on()
         for node in self.running:
-            os.kill(self.torchrun(node), signal.SIGTERM)
+            os.kill(self.process(node, launcher=True), signal.SIGTERM)
         for job in self.running.values():
             job.result(90)
         self.check()
@@ -140,12 +147,13 @@ class Round:
 
 
 def check(lines, shared):
-    """Raise AssertionError if what 03 printed tells of a loss; return how often it was resumed.
+    """Raise AssertionError if what 03 printed tells of a loss.
 
     shared: whether all machines have the same disk.
     """
-    on_disk, members, resumed, next_epoch, position = {}, [], 0, None, None
+    on_disk, members, next_epoch, position = {}, [], None, None
     for line in lines:
+        assert "terminate called" not in line, line
         if not (m := re.match(r"\[rank 0/\d\] (.*)", line)):
             continue
         line = m[1]
@@ -156,7 +164,7 @@ def check(lines, shared):
         elif line.startswith("data: "):
             newest = max(on_disk.get(node, (1, 0)) for node in members)
         elif m := re.match(r"resumed from .* at epoch (\d+)(?:, image (\d+))?$", line):
-            position, resumed = (int(m[1]), int(m[2] or 0)), resumed + 1
+            position = int(m[1]), int(m[2] or 0)
             next_epoch = position[0]
         elif m := re.match(r"(?:leaving \(SIGTERM\): )?epoch +(\d+)", line):
             if position is not None:  # the first report of an attempt
@@ -169,15 +177,14 @@ def check(lines, shared):
                 saved = (next_epoch, int(images[1])) if images else (next_epoch + 1, 0)
                 on_disk |= dict.fromkeys(members, saved)
             next_epoch += 1
-    return resumed
 
 
-def play(seed, events=4, script=ROOT / "03_multinode.py"):
-    """Play the round of this seed; return its story."""
+def play(seed, events=None, shared=None):
+    """Play the round of this seed; return its story. events, shared: drawn if not given."""
     with tempfile.TemporaryDirectory() as folder, Lab(folder, 3) as lab:
-        a_round = Round(seed, lab, pathlib.Path(folder), script)
+        a_round = Round(seed, lab, pathlib.Path(folder), shared)
         try:
-            a_round.play(events)
+            a_round.play(events or a_round.rng.choices(EVENTS, k=4))
         except AssertionError as error:
             raise AssertionError(f"{a_round.output()}\n{error}") from None
         disks = "one disk" if a_round.shared else "own disks"
@@ -188,13 +195,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the first")
-    parser.add_argument("--script", type=pathlib.Path, default=ROOT / "03_multinode.py")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.rounds):
         begin = time.monotonic()
         try:
-            said = play(seed, script=args.script.resolve())
+            said = play(seed)
         except AssertionError as error:
             said, failed = f"FAILED\n{error}", failed + 1
         print(f"--seed {seed} {time.monotonic() - begin:4.0f} s  {said}", flush=True)

@@ -1,6 +1,7 @@
-"""Do the tests notice when a statement of 01, 02 or 03 is wrong? A tool, and no test itself.
+"""Do the tests notice when a statement of a script is wrong? A tool, and no test itself.
 
     python tests/mutants.py 02 --count 40 --seed 1
+    python tests/mutants.py recipes/train_by_steps --count 40
 
 It draws changes of one script, each of one place: a statement or a decorator deleted, True for
 False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
@@ -119,19 +120,27 @@ def run_tests(folder, arguments, output):
     os._exit(status)
 
 
+def tests_of(script, units):
+    """Return the words for pytest that choose the tests of a script."""
+    own = [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
+    name, shared = script.stem, ["tests/test_recipes.py"]  # which test several scripts, by name
+    if script.parent == ROOT:
+        name, shared = script.name[:2], ["tests/test_units.py", "tests/test_jobs.py"]
+        if name in ("01", "02", "03"):
+            own.append("tests/test_faults.py")
+    everywhere = " or ".join(pathlib.Path(path).name for path in shared)
+    return ["-k", f"not ({everywhere}) or {name}", *shared, *([] if units else own)]
+
+
 def noticed_by(original, script, changed, timeout, units):
     """Return the name of the test that noticed the change, or None; and why it is none."""
-    number, skipped, deadline = script.name[:2], [], time.monotonic() + timeout
+    skipped, deadline = [], time.monotonic() + timeout
     arguments = ["-q", "-x", "-s", "-m", "not long", "--tb=short", "-p", "no:cacheprovider"]
-    arguments += ["-k", f"not (test_units.py or test_jobs.py) or {number}"]
-    arguments += ["tests/test_units.py", "tests/test_jobs.py"]
-    if not units:
-        arguments += [*map(str, ROOT.glob(f"tests/test_{number}_*.py")), "tests/test_faults.py"]
-    arguments = [argument.replace(f"{ROOT}/", "") for argument in arguments]
+    arguments += tests_of(script, units)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
         shutil.copytree(original, folder)
-        (folder / script.name).write_text(changed)
+        (folder / script.relative_to(ROOT)).write_text(changed)
         while True:
             process = multiprocessing.get_context("fork").Process(
                 target=run_tests, args=(folder, arguments + skipped, output))  # fmt: skip
@@ -153,14 +162,14 @@ def noticed_by(original, script, changed, timeout, units):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("script", help="01, 02 or 03")
+    parser.add_argument("script", help="how its path begins: 01, or recipes/train_by_steps")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one mutant")
     parser.add_argument("--lines", type=int, nargs="+", help="all mutants of these, and no draw")
     parser.add_argument("--units", action="store_true", help="only test_units.py, test_jobs.py")
     args = parser.parse_args()
-    [script] = ROOT.glob(f"{args.script}_*.py")
+    [script] = ROOT.glob(f"{args.script}*.py")
     drawn = found = mutants(script.read_text())
     if args.lines:
         drawn = [mutant for mutant in found if mutant[0] in args.lines]

@@ -1,13 +1,12 @@
 """What the documents show: blocks of commands, found by their names, and what commands printed.
 
 A block of sh, bash, python or diff has a comment above it, <!-- block: NAME -->, and a name of its
-own. bash: single commands, each of which is run by itself. sh: one piece, run as a whole. diff: two
-scripts, the one before it and the one after.
+own. bash: single commands, each of which is run by itself. sh: one piece, run as a whole. diff: of
+two files in docs/.
 
-docs/transcripts/: what commands of the documents printed, and the blocks that show it. A file holds
-a command and the lines of its ranks. pytest -m long --write-transcripts writes all files anew, and
-the blocks with them. A block names its file in a comment above it, and shows the whole, or some of
-its lines, in their order.
+docs/transcripts/: a file holds a command and what its ranks printed. A block that shows it names
+the file in a comment above it, and has the whole, or some of its lines, in their order. pytest -m
+long --write-transcripts writes the files anew, and the blocks with them.
 
 Links: each leads to a file, and its anchor to a title there, or to a page on the list below.
 """
@@ -22,11 +21,15 @@ README = ROOT / "README.md"
 LAUNCH = ROOT / "launch/README.md"
 PITFALLS = ROOT / "pitfalls/README.md"
 JOB = ROOT / "docs/how_a_job_starts.md"
-DOCUMENTS = [README, *sorted({*ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")})]
+DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
+                              *ROOT.glob("docs/*.md")} - {README})]  # fmt: skip
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
-KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 24506 -- torchrun --standalone"
+KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
              " --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 6 1")
 FOLDER = ROOT / "docs/transcripts"
+PICTURES = ROOT / "docs/pictures"
+FENCE = re.compile(r"(?:^ *<!-- block: ([^\n]+) -->\n)?^( *)```([^\n]*)\n(.*?)^\2```$",
+                   re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(
     r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OFFICIAL = ("https://docs.pytorch.org/", "https://pytorch.org/get-started/",
@@ -34,24 +37,17 @@ OFFICIAL = ("https://docs.pytorch.org/", "https://pytorch.org/get-started/",
             "https://arxiv.org/abs/")  # fmt: skip
 
 
-def named_blocks(documents=None):
+def named_blocks():
     """{name: (document, language, text)} of all blocks but those of text; ValueError if unclear."""
     found = {}
-    for document in documents or DOCUMENTS:
-        lines, number = document.read_text().splitlines(), 0
-        while number < len(lines):
-            if fence := re.match(r" *```(.*)$", lines[number]):
-                where, language, start = f"{document.name}:{number + 1}", fence[1], number + 1
-                number = lines.index(lines[number].partition("```")[0] + "```", start)
-                name = re.fullmatch(r" *<!-- block: (.+) -->", lines[start - 2])
-                if language not in ("bash", "sh", "python", "diff", "text"):
-                    raise ValueError(f"{where}: a block of {language or 'no language'}")
-                if language != "text":
-                    if not name or name[1] in found:
-                        raise ValueError(f"{where}: a block needs a name of its own")
-                    text = "".join(f"{line}\n" for line in lines[start:number])
-                    found[name[1]] = document, language, text
-            number += 1
+    for document in DOCUMENTS:
+        for name, _, language, text in FENCE.findall(document.read_text()):
+            if language not in ("bash", "sh", "python", "diff", "text"):
+                raise ValueError(f"{document.name}: a block of the language {language!r}:\n{text}")
+            if language != "text":
+                if not name or name in found:
+                    raise ValueError(f"{document.name}: a block needs a name of its own:\n{text}")
+                found[name] = document, language, text
     return found
 
 
@@ -96,8 +92,9 @@ def write(path, command, lines):
         name, old = found[1], found[2].splitlines()
         if name != path.name:
             return found[0]
-        # All lines, in the order in which they came this time, or those that look like the old.
-        new = lines if len(old) == len(lines) else [next_like(line, rest) for line in old]
+        # All lines, in the order in which they came this time, or those like the old ones.
+        new = lines if len(old) == len(lines) else [
+            next(line for line in rest if masked([line]) == masked([shown])) for shown in old]
         return "\n".join([f"<!-- from docs/transcripts/{name} -->", "```text", *new, "```"])
 
     for document in DOCUMENTS:
@@ -106,21 +103,13 @@ def write(path, command, lines):
             document.write_text(new)
 
 
-def next_like(old, lines):
-    """The next of lines that is the old one but for its numbers."""
-    return next(line for line in lines if masked([line]) == masked([old]))
-
-
 def without_code(document):
     """The text of a document without its blocks of code, where # begins a comment."""
-    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return FENCE.sub("", document.read_text())
 
 
 def anchors(document):
-    """The anchors of its titles, as GitHub makes them.
-
-    Lower case, no punctuation, spaces become hyphens; a title that comes again gets a number.
-    """
+    """The anchors of its titles, as GitHub makes them: a title that comes again gets a number."""
     found = []
     for title in re.findall(r"^#+ (.*)", without_code(document), re.MULTILINE):
         title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)

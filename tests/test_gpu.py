@@ -14,10 +14,20 @@ import time
 
 import pytest
 from conftest import VISIBLE, machine_with_gpus
-from support import PYTHON, ROOT, TORCHRUN, end, family, read_until, run, start, variant, wait_until
+from support import (
+    PYTHON,
+    ROOT,
+    TORCHRUN,
+    digest,
+    end,
+    family,
+    read_until,
+    run,
+    start,
+    variant,
+    wait_until,
+)
 
-if "GPU_TESTS" in os.environ and not machine_with_gpus()["gpus"]:
-    pytest.skip("torch sees no GPU here", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 ONE, ELASTIC, MULTINODE = (
@@ -62,13 +72,36 @@ def torchrun(tmp_path, visible):
     return launch
 
 
+@pytest.fixture
+def started(tmp_path, visible):
+    """A function: start a script under torchrun; return the process, which ends with the test."""
+    processes = []
+
+    def launch(script, *arguments, options=()):
+        processes.append(start(*TORCHRUN, "--standalone", "--nproc-per-node=gpu", *options,
+                               ROOT / script, *arguments, cwd=tmp_path, env=visible))  # fmt: skip
+        return processes[-1]
+
+    yield launch
+    for process in processes:
+        end(process)
+
+
 def speeds(result):
     return [int(n) for n in re.findall(r"\| +(\d+) images/s", result.output)]
 
 
-def own_warnings(output):
-    """Warnings that a script causes, without those of torchrun about OMP_NUM_THREADS."""
-    return [line for line in output.splitlines() if "Warning" in line or "deprecated" in line]
+def pid_of_rank_1(output):
+    return int(re.search(r"\[rank 1/\d+\] attempt 0, pid (\d+)", output)[1])
+
+
+def assert_each_rank_has_its_gpu(result, gpus, said):
+    """And no line warns. (That of torchrun about OMP_NUM_THREADS has no such word.)"""
+    assert result.status == 0, result.output
+    for rank in range(gpus["gpus"]):
+        [line] = [line for line in result.lines(rank) if said in line]
+        assert line.endswith(f", cuda:{rank}, nccl")
+    assert not re.search("Warning|deprecated", result.output), result.output
 
 
 # ---- One GPU or more ----
@@ -76,11 +109,7 @@ def own_warnings(output):
 
 def test_the_bare_command(torchrun, gpus, figures):
     result = torchrun(ELASTIC, 50, 10)
-    assert result.status == 0, result.output
-    for rank in range(gpus["gpus"]):
-        [line] = [line for line in result.lines(rank) if "attempt 0" in line]
-        assert line.endswith(f", cuda:{rank}, nccl")
-    assert not own_warnings(result.output), own_warnings(result.output)
+    assert_each_rank_has_its_gpu(result, gpus, "attempt 0, pid ")
     assert result.epochs()[50][1] > 0.97 and result.saved() == [10, 20, 30, 40, 50]
     figures["02, 50 10: images/s, median of the epochs"] = statistics.median(speeds(result))
 
@@ -91,25 +120,20 @@ def test_crash_and_resume(torchrun, tmp_path, figures):
     for name, crash in (("uninterrupted", ()), ("again", ()), ("crash", ("--crash-epoch", 3))):
         result = torchrun(ELASTIC, 6, 1, *crash, options=["--max-restarts=3"])
         assert result.status == 0, result.output
-        digests[name] = re.search(r"sha256 (\w{12})$", result.output, re.MULTILINE)[1]
+        digests[name] = digest(result)
         (tmp_path / "snapshot.pt").unlink()
     assert "resumed from snapshot.pt at epoch 3" in result.output
     assert result.epochs()[6][1] > 0.95
     figures["02: sha256"] = digests
     figures["02: equal to the last bit"] = len(set(digests.values())) == 1
-    print(f"equal to the last bit: {len(set(digests.values())) == 1}, {digests}")
 
 
 def test_mp_spawn(tmp_path, visible, gpus, figures):
     result = run(PYTHON, ROOT / ONE, 3, 1, cwd=tmp_path, env=visible, timeout=300)
-    assert result.status == 0, result.output
-    for rank in range(gpus["gpus"]):
-        [line] = [line for line in result.lines(rank) if line.startswith("pid ")]
-        assert line.endswith(f", cuda:{rank}, nccl")
+    assert_each_rank_has_its_gpu(result, gpus, "pid ")
     proof = re.search(r"DDP leaves on each rank: (\S+)$", result.output, re.MULTILINE)
     figures["01: gradient off by"] = float(proof[1])
-    assert float(proof[1]) < 1e-5
-    assert result.epochs()[3][1] > 0.95 and not own_warnings(result.output)
+    assert float(proof[1]) < 1e-5 and result.epochs()[3][1] > 0.95
 
 
 @pytest.mark.parametrize("script", [ELASTIC, MULTINODE, COLLECTIVES, PARALLEL])
@@ -144,25 +168,18 @@ def test_one_gpu_is_too_few_for_04_and_06(torchrun, gpus):
         assert result.status == 1 and message in result.error(), result.output
 
 
-def memory_in_use(visible, folder):
-    """Bytes in use on GPU 0, by whomever."""
-    code = "import torch; free, total = torch.cuda.mem_get_info(0); print(total - free)"
-    return int(run(PYTHON, "-c", code, cwd=folder, env=visible).output.split()[-1])
+def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path, visible, started):
+    def memory_in_use():
+        """Bytes on GPU 0, by whomever."""
+        code = "import torch; free, total = torch.cuda.mem_get_info(0); print(total - free)"
+        return int(run(PYTHON, "-c", code, cwd=tmp_path, env=visible).output.split()[-1])
 
-
-def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path, visible):
-    before = memory_in_use(visible, tmp_path)
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=gpu", ROOT / ELASTIC, 1000, 1000]
-    process = start(*command, cwd=tmp_path, env=visible)
-    try:
-        read_until(process, "epoch  2/1000")
-        process.kill()
-        wait_until(lambda: not family(process), "workers live on", timeout=30)
-        tolerance = 50 * 2**20  # of what the driver itself keeps
-        wait_until(lambda: memory_in_use(visible, tmp_path) < before + tolerance,
-                   "GPU memory is still in use", timeout=60, pause=1)  # fmt: skip
-    finally:
-        end(process)
+    limit = memory_in_use() + 50 * 2**20  # of what the driver itself keeps
+    process = started(ELASTIC, 1000, 1000)
+    read_until(process, "epoch  2/1000")
+    process.kill()
+    wait_until(lambda: not family(process), "workers live on", timeout=30)
+    wait_until(lambda: memory_in_use() < limit, "memory still in use", timeout=60, pause=1)
 
 
 @pytest.mark.parametrize(("name", "arguments"), [
@@ -182,12 +199,6 @@ def test_a_benchmark(tmp_path, visible, figures, name, arguments):
     figures[f"benchmarks/{name}.py"] = result.output.splitlines()
 
 
-def test_other_tests_see_no_gpu(tmp_path, visible):
-    command = [PYTHON, "-m", "pytest", "-q", ROOT / "tests/test_support.py"]
-    result = run(*command, "-k", "gpus_are_hidden", cwd=ROOT, env=visible | {"GPU_TESTS": None})
-    assert result.status == 0 and "1 passed" in result.output, result.output
-
-
 # ---- Two GPUs or more ----
 
 
@@ -195,7 +206,7 @@ def test_other_tests_see_no_gpu(tmp_path, visible):
 def test_all_collectives(torchrun, figures):
     result = torchrun(COLLECTIVES)
     assert result.status == 0, result.output
-    assert re.search(r"18 of 18 sections passed their checks", result.output)
+    assert "18 of 18 sections passed their checks" in result.output
     result = torchrun(COLLECTIVES, "--bench")
     assert result.status == 0, result.output
     figures["04 --bench"] = result.lines(0)
@@ -225,45 +236,25 @@ def test_both_backends(torchrun, gpus, backend, figures):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_rank_that_stops(tmp_path, visible, figures):
+def test_a_rank_that_stops(tmp_path, started, figures):
     """What the others print, and how long it takes, is written down: it differs by version."""
     script = variant(tmp_path, ELASTIC, {"timedelta(minutes=10)": "timedelta(seconds=20)"})
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", script, 1000, 1000]
-    process = start(*command, cwd=tmp_path, env=visible)
-    try:
-        output = read_until(process, "epoch  2/1000")
-        stopped = int(re.search(r"\[rank 1/2\] attempt 0, pid (\d+)", output)[1])
-        os.kill(stopped, signal.SIGSTOP)
-        begin = time.monotonic()
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode != 0 and not family(process)
-        figures["02, a rank stops: seconds to the end, timeout 20 s"] = time.monotonic() - begin
-        figures["02, a rank stops: what is printed"] = output.splitlines()[:60]
-    finally:
-        end(process)
+    process = started(script, 1000, 1000)
+    output = read_until(process, "epoch  2/1000")
+    os.kill(pid_of_rank_1(output), signal.SIGSTOP)
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode != 0 and not family(process)
+    figures["02, a rank stops: seconds to the end, timeout 20 s"] = time.monotonic() - begin
+    figures["02, a rank stops: what is printed"] = output.splitlines()[:60]
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_rank_that_never_comes_is_named(tmp_path, torchrun):
-    line = "roll_call(store, rank, world_size)  #"
-    script = variant(tmp_path, ELASTIC, {
-        "timedelta(minutes=10)": "timedelta(seconds=5)",
-        line: f"rank == world_size - 1 and time.sleep(3600); {line}"})  # fmt: skip
-    result = torchrun(script, processes=2)
-    assert result.status == 1 and "rank 1 did not come within 5 s" in result.error()
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_killed_worker_costs_one_restart(tmp_path, visible, figures):
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=gpu", "--max-restarts=3"]
-    process = start(*command, ROOT / ELASTIC, 1000, 1, cwd=tmp_path, env=visible)
-    try:
-        output = read_until(process, "epoch  3/1000")
-        os.kill(int(re.search(r"\[rank 1/\d+\] attempt 0, pid (\d+)", output)[1]), signal.SIGKILL)
-        begin = time.monotonic()
-        output = read_until(process, r"attempt \d+: resumed from")
-        output += read_until(process, r"\| epoch|epoch +\d+/1000")
-        figures["02: seconds from SIGKILL to the end of the next epoch"] = time.monotonic() - begin
-        assert "attempt 1: resumed" in output, output
-    finally:
-        end(process)
+def test_a_killed_worker_costs_one_restart(started, figures):
+    process = started(ELASTIC, 1000, 1, options=["--max-restarts=3"])
+    os.kill(pid_of_rank_1(read_until(process, "epoch  3/1000")), signal.SIGKILL)
+    begin = time.monotonic()
+    output = read_until(process, r"attempt \d+: resumed from")
+    assert "attempt 1: resumed" in output, output
+    read_until(process, r"epoch +\d+/1000")
+    figures["02: seconds from SIGKILL to the end of the next epoch"] = time.monotonic() - begin

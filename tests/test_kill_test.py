@@ -25,8 +25,8 @@ from support import (
 )
 
 KILL_TEST = ROOT / "launch/kill_test.py"
-# A launcher with two ranks, one with a worker. Without torch, all start in a tenth of a second.
-# Rank 0 saves each of 40 steps. The launcher starts both ranks again when one has failed.
+# A launcher with two ranks, one with a worker; without torch, so that they start at once. Rank 0
+# saves each of 40 steps. The launcher starts both ranks again when one has failed.
 JOB = """
 import hashlib, json, os, subprocess, sys, time
 path, how, sleeper = "state.json", sys.argv[1], None
@@ -77,7 +77,8 @@ def kill_test(folder, *options, how="survives", timeout=120):
     (["--line", "("], "survives", r"argument --line: '\(' is no regular expression: .*"),
     ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It .*"),
     ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights .*"),
-    (["--file", "a.pt"], "survives", "it left no a.pt: give --file as a path in the working .*"),
+    pytest.param(["--file", "a.pt"], "silent", "it left no a.pt: give --file as a path in .*",
+                 marks=pytest.mark.long),  # it imports torch
 ])  # fmt: skip
 def test_wrong_calls(tmp_path, options, how, error):
     result = kill_test(tmp_path, *options, how=how)
@@ -98,7 +99,8 @@ def test_a_script_that_survives(tmp_path):
     result = kill_test(tmp_path, "--rounds", 3, "--kills", 1, "--seed", 355, "--keep")
     assert result.status == 0, result.output
     *_, last, kept = result.output.splitlines()
-    assert last == "3 of 3 rounds ended equal; killed: launcher 1, rank 1, worker 1"
+    assert last.startswith("3 of 3 rounds ended equal, 2 went on after a kill; ")
+    assert last.endswith("; killed: launcher 1, rank 1, worker 1")
     rounds = re.findall(r"^round \d: equal; kills 1, starts (\d),.*\n +[\d.]+ s  (\w+).* killed"
                         r" after: .*(?:\n {11}(resumed at step \d+))?", result.output, re.MULTILINE)
     for number, (starts, victim, resumed) in enumerate(rounds, 1):
@@ -121,7 +123,7 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", 355, *options, how=how)
     assert result.status == 1, result.output
     assert re.search(rf"\nround 1: {failure}; kills \d", result.output), result.output
-    assert "\n0 of 1 rounds ended equal; killed: " in result.output
+    assert "\n0 of 1 rounds ended equal, " in result.output
     assert "two undisturbed runs differ" not in result.output
     path = re.search("what it printed: (.+)", result.output)[1]
     assert " at step " in pathlib.Path(path).read_text()
@@ -175,32 +177,6 @@ def test_files_are_compared_by_their_content(tmp_path, change, difference):
 
 # ---- Real jobs ----
 
-# It writes the file in place, forgets the optimizer, and repeats the epoch that it has saved.
-LOSES = """
-import hashlib, os, sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-net = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-first = 0
-if os.path.exists("snapshot.pt"):
-    snapshot = torch.load("snapshot.pt")
-    model.load_state_dict(snapshot["model"])
-    first = snapshot["epoch"]
-    print("resuming at epoch", first)
-for epoch in range(first, 60):
-    torch.manual_seed(epoch)
-    optimizer.zero_grad()
-    net(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    time.sleep(0.1)
-    if dist.get_rank() == 0:
-        torch.save({"model": model.state_dict(), "epoch": epoch}, "snapshot.pt")
-print("sha256", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
-dist.destroy_process_group()
-"""
-
 
 @pytest.mark.long
 def test_the_command_of_the_page(request):
@@ -210,35 +186,20 @@ def test_the_command_of_the_page(request):
     result = run(*shlex.split(command), cwd=ROOT, env=ACTIVE, timeout=1200)
     assert result.status == 0, result.output
     lines = result.output.splitlines()
-    assert re.match(r"3 of 3 rounds ended equal; killed: ", lines[-1])
-    assert any(re.match(r" {11}\[rank 0/2\] attempt \d: resumed from", line) for line in lines)
+    assert any(line.startswith("3 of 3 rounds ended equal, ") for line in lines), result.output
     if request.config.getoption("--write-transcripts"):
+        # On a busy machine, all kills may come before the first snapshot.
+        assert any(re.match(r" {11}\[rank 0/2\] attempt \d: resumed", line) for line in lines)
         shown.write(path, command, lines)
     assert shown.masked(before[:2]) == shown.masked(lines[:2])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("script", "file"), [
-    ("02_torchrun_elastic.py 6 1", "snapshot.pt"),
-    ("recipes/train_by_steps.py 60 20", "train_by_steps.pt"),
-])  # fmt: skip
-def test_the_file_of_a_real_job(script, file):
-    command = f"torchrun --standalone --nproc-per-node=2 --max-restarts=3 {script}"
-    options = ["--rounds", 2, "--seed", 7, "--victims", "rank", "--line", r"sha256 \w+"]
-    result = run(PYTHON, KILL_TEST, *options, "--file", file, "--", *command.split(), cwd=ROOT,
-                 env=ACTIVE, timeout=1200)  # fmt: skip
+def test_the_file_of_a_real_job():
+    script = ("recipes/train_by_steps.py", 60, 20)
+    command = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=3", *script)
+    options = ("--rounds", 2, "--seed", 7, "--line", r"sha256 \w+", "--file", "train_by_steps.pt")
+    result = run(PYTHON, KILL_TEST, *options, "--", *command, cwd=ROOT, env=ACTIVE, timeout=1200)
     assert result.status == 0, result.output
-    assert f" and {file}\n" in result.output and "\n2 of 2 rounds ended equal" in result.output
-
-
-@pytest.mark.long
-def test_a_job_that_loses_its_optimizer(tmp_path):
-    (tmp_path / "loses.py").write_text(LOSES)
-    # Otherwise restarted ranks look for the dead.
-    env = {**ACTIVE, "TMPDIR": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = "torchrun --standalone --nproc-per-node=2 --max-restarts=3 loses.py"
-    result = run(PYTHON, KILL_TEST, "--rounds", 3, "--seed", 7, "--victims", "rank", "--",
-                 *command.split(), cwd=tmp_path, env=env, timeout=1200)  # fmt: skip
-    assert result.status == 1, result.output
-    assert re.search(r"\nround \d: not equal: sha256 [0-9a-f]+\.\.\.; kills", result.output)
-    assert "two undisturbed runs differ" not in result.output
+    assert " and train_by_steps.pt\n" in result.output
+    assert "\n2 of 2 rounds ended equal" in result.output

@@ -21,11 +21,6 @@ SCRIPT = ROOT / "03_multinode.py"
 CHECK = ROOT / "launch/check_machines.py"
 ENDPOINT = ("--rdzv-id=345", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29603")
 TORCHRUN = ("torchrun", "--nnodes=2", "--nproc-per-node=2", *ENDPOINT)
-# A machine counts as dead after five seconds of silence, and the rest waits five for newcomers.
-ELASTIC = (
-    "torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", *ENDPOINT,
-    "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5",
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -67,29 +62,23 @@ def test_kill_and_down_leave_nothing_behind(tmp_path):
 
 
 def test_bad_calls_of_the_lab(tmp_path, lab):
-    def call(*words):
+    for words, status, message in (
+        (["up"], 1, "a lab is up already: launch/lab list, or launch/lab down"),
+        (["up", 0], 2, "a number from 1 to 99, not 0"),
+        (["up", 2, "bad"], 2, "good, loopback or none, not bad"),
+        (["up", 2, "good", "1gbit"], 2, "too many words: 1gbit"),
+        (["up", 2, "--rate"], 2, "a rate is 100mbit, 1gbit or off, not missing"),
+        (["rate", "node1", "fast"], 2, "a rate is 100mbit, 1gbit or off, not fast"),
+        (["rate", "node1"], 2, "which machine, and which rate?"),
+        (["run", "node1"], 2, "which machine, and which command?"),
+        (["run", "switch", "true"], 2, "which machine, and which command?"),
+        (["run", "node3", "true"], 1, "no machine node3: launch/lab list"),
+        (["cut"], 2, "which machine?"),
+        (["cut", "../node1"], 1, "no machine ../node1"),
+    ):
         result = run(LAB, *words, cwd=tmp_path, env=lab.env)
-        assert result.output.count("\n") == 1 and result.output.startswith("lab: error: ")
-        return result.status, result.output
-
-    for words, message in {
-        ("up",): (1, "a lab is up already: launch/lab list, or launch/lab down"),
-        ("up", "0"): (2, "a number from 1 to 99, not 0"),
-        ("up", "2", "bad"): (2, "good, loopback or none, not bad"),
-        ("run", "node1"): (2, "which machine, and which command?"),
-        ("run", "node3", "true"): (1, "no machine node3: launch/lab list"),
-        ("cut",): (2, "which machine?"),
-        ("kill", "node3"): (1, "no machine node3"),
-        ("rate", "node1"): (2, "which machine, and which rate?"),
-        ("rate", "node3", "1gbit"): (1, "no machine node3"),
-        ("rate", "node1", "fast"): (2, "a rate is 100mbit, 1gbit or off, not fast"),
-        ("up", "2", "--rate"): (2, "a rate is 100mbit, 1gbit or off, not missing"),
-        ("up", "2", "good", "1gbit"): (2, "too many words: 1gbit"),
-        ("run", "switch", "true"): (2, "which machine, and which command?"),
-        ("cut", "../node1"): (1, "no machine ../node1"),
-    }.items():
-        status, output = call(*words)
-        assert (status, message[1] in output) == (message[0], True), output
+        assert result.status == status and result.output.count("\n") == 1, result.output
+        assert result.output.startswith("lab: error: ") and message in result.output
     assert run(LAB, cwd=tmp_path).status == 2
 
 
@@ -125,16 +114,12 @@ def test_links_are_held_to_a_rate(tmp_path):
             _, line = servers[receiver].wait_for(f"^{size} bytes", moment)
             return float(line.split()[2])
 
-        def assert_at_most(limit, found):
-            assert found < limit * 1.05 + 2, "more than a burst above it"
-
-        assert_at_most(50, rate("node1", "node2", 6_000_000))
-        assert_at_most(50, rate("node2", "node1", 6_000_001))
+        assert rate("node1", "node2", 6_000_000) < 55, "more than a burst above it"
         lab("rate", "node2", "10mbit")  # what it sends, and what is sent to it
         assert re.search("node1 .* 50Mbit .*\nnode2 .* 10Mbit ", lab("list"))
-        assert_at_most(10, rate("node1", "node2", 1_000_000))
-        assert_at_most(10, rate("node2", "node1", 1_000_001))
-        assert_at_most(50, rate("node3", "node1", 6_000_002))
+        assert rate("node1", "node2", 1_000_000) < 13
+        assert rate("node2", "node1", 1_000_001) < 13
+        assert rate("node3", "node1", 6_000_002) < 55
         lab("rate", "node1", "off")
         lab("rate", "node2", "off")
         assert rate("node1", "node2", 50_000_000) > 50, "as fast as this computer"
@@ -191,9 +176,6 @@ def test_two_machines_train_as_one_does(tmp_path, mnist_dir, lab):
 
 
 STORY = ("lab: start", "lab: kill a machine", "lab: it comes back", "lab: end")
-# The first one only if a heartbeat was due before torchrun saw that its processes had failed.
-LOST = ("has failed to send a keep-alive heartbeat to the rendezvous",
-        "has failed to shutdown the rendezvous")  # fmt: skip
 
 
 def with_scripts(folder):
@@ -280,86 +262,17 @@ def test_the_start_by_ssh_of_the_document(tmp_path, lab):
     assert result.lines(0)[-1].startswith("4 replicas are identical, sha256 ")
 
 
-class Elastic:
-    """A job on node1 and node2 that saves every third epoch, and what its ranks 0 have said."""
-
-    def __init__(self, lab, *arguments):
-        self.command = (*ELASTIC, SCRIPT, 1000, 3, "--timeout", 10, *arguments)
-        self.lab, self.jobs = lab, [lab.start(node, *self.command) for node in ("node1", "node2")]
-        self.moment = 0
-        self.until(4, r"epoch +4/")
-
-    def until(self, world_size, pattern):
-        """Wait until a rank 0 of so many says that, after what it said before."""
-        pattern = rf"^\[rank 0/{world_size}\] .*{pattern}"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            for job in self.jobs:
-                for moment, line in list(job.lines):
-                    if moment > self.moment and re.search(pattern, line):
-                        self.moment = moment
-                        return line
-            time.sleep(0.05)
-        raise AssertionError("\n\n".join(job.output()[-5000:] for job in self.jobs))
-
-    def check(self, attempts):
-        """All epochs in order, and after a fault on from what was announced as saved."""
-        lines = sorted(item for job in self.jobs for item in job.lines)
-        assert departures.check([line for _, line in lines], shared=True) == attempts
-        assert not any("terminate called" in line for _, line in lines)
-
-
-def worker_of(lab, node):
-    """The process id of the last worker on a machine."""
-    script = """
-        for p in /proc/[0-9]*; do
-            [ $(readlink $p/ns/net) = $(readlink /proc/self/ns/net) ] || continue
-            tr '\\0' '\\n' <$p/environ | grep -q ^LOCAL_RANK=1$ && echo ${p#/proc/}
-        done 2>/dev/null"""
-    return int(lab("run", node, "sh", "-c", script, check=False).split()[-1])
-
-
-def test_sigkill_of_a_worker_and_of_a_machine(lab):
-    job = Elastic(lab)
-    os.kill(worker_of(lab, "node2"), signal.SIGKILL)
-    job.until(4, "resumed from")
-    job.until(4, "epoch")
-    lab("kill", "node2")
-    job.until(2, "resumed from")
-    job.until(2, "epoch")
-    job.check(attempts=2)
-
-
 def test_machines_that_come_and_go():
-    """In random order, with disks apart or shared; python tests/departures.py plays more rounds."""
+    """In random order, each with its own disk; python tests/departures.py plays more rounds."""
     seed = random.randrange(10**6)
-    for number in range(3):
-        print(f"--seed {seed + number}")
-        departures.play(seed + number)
+    print(f"--seed {seed}")
+    kinds = [kind for kind in departures.EVENTS if kind != "kill host"]
+    departures.play(seed, random.Random(seed).sample(kinds, len(kinds)), shared=False)
 
 
-def test_a_cut_link_and_its_mending(lab):
-    """The half that cannot see the rendezvous goes on by no means, and comes back by itself."""
-    job = Elastic(lab)
-    lab("cut", "node2")
-    job.until(2, "resumed from")
-    job.until(2, "epoch")
-    assert not any("[rank 0/2]" in line for _, line in job.jobs[1].lines)
-    lab("mend", "node2")
-    job.until(4, "resumed from")
-    job.until(4, "epoch")
-    job.check(attempts=2)
-
-    # Without the machine of the rendezvous the other ends too, and the next start goes on.
-    lab("kill", "node1")
-    left = job.jobs[1].result(60)
-    assert left.status != 0
-    assert any(message in left.output for message in LOST), left.output
-    assert all(f'"{message}"' in shown.PITFALLS.read_text() for message in LOST)
-    job.jobs += [lab.start(node, *job.command) for node in ("node1", "node2")]
-    job.until(4, "resumed from")
-    job.until(4, "epoch")
-    job.check(attempts=3)
+def test_machines_with_one_disk_lose_their_rendezvous():
+    departures.play(random.randrange(10**6), ["kill host", "return"], shared=True)
+    assert all(f'"{message}"' in shown.PITFALLS.read_text() for message in departures.LOST)
 
 
 # ---- What goes wrong between machines, and what the script says ----
@@ -368,7 +281,7 @@ def test_a_cut_link_and_its_mending(lab):
 def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
     call = (*TORCHRUN, SCRIPT, 1, 1, "--data-dir", mnist_dir)
     with Lab(tmp_path, 2, "loopback") as lab:
-        short = (*call, "--timeout", 10)  # Gloo may try for five times as long
+        short = (*call, "--timeout", 6)  # Gloo may try for five times as long
         results = lab.run(("node1", *short), ("node2", *short), timeout=300)
         assert all(result.status == 1 for result in results)
         output = results[0].output + results[1].output
@@ -383,26 +296,21 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path, mnist_dir):
 
 
 def test_without_names(tmp_path, mnist_dir):
-    def call(number, *arguments):
-        address = f"--local-addr=10.77.0.{number}"
-        host = f"--rdzv-conf=is_host={int(number == 1)}"
-        command = [word.replace("node1", "10.77.0.1") for word in TORCHRUN]
-        return (f"node{number}", *command, address, host, *arguments)
-
+    command = [word.replace("node1", "10.77.0.1") for word in TORCHRUN]
+    calls = [(f"node{number}", *command, f"--local-addr=10.77.0.{number}",
+              f"--rdzv-conf=is_host={int(number == 1)}", SCRIPT, 1, 1, "--data-dir", mnist_dir)
+             for number in (1, 2)]  # fmt: skip
     with Lab(tmp_path, 2, "none") as lab:
-        for arguments in ((SCRIPT, 1, 1, "--data-dir", mnist_dir), (CHECK,)):
-            results = lab.run(call(1, *arguments), call(2, *arguments), GLOO_SOCKET_IFNAME="eth0")
-            assert all(result.status == 0 for result in results), results
+        results = lab.run(*calls, GLOO_SOCKET_IFNAME="eth0")
+        assert all(result.status == 0 for result in results), results
 
 
 # ---- launch/check_machines.py ----
 
 
 def check(lab, *nodes, names=("node1", "node2"), options=(), **env):
-    """Run the check on these machines; return the results, each of which took less than 60 s."""
-    start = time.monotonic()
+    """Run the check on these machines; return the results."""
     results = lab.run(*((node, "python", CHECK, *names, *options) for node in nodes), **env)
-    assert time.monotonic() - start < 60
     assert all("Traceback" not in result.output for result in results), results
     return results
 
@@ -419,13 +327,13 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
         assert "check passed: 4 ranks on 2 machines" in results[0].output + results[1].output
 
     lab("cut", "node2")
-    first, second = check(lab, "node1", "node2")
+    short = ("--timeout", 5)
+    first, second = check(lab, "node1", "node2", options=short)
     assert (first.status, second.status) == (1, 1)
-    assert first.error().startswith("node2 did not come within 30 s: is the check running there")
-    assert second.error().startswith("node1:29613 has not answered node2 for 30 s")
+    assert first.error().startswith("node2 did not come within 5 s: is the check running there")
+    assert second.error().startswith("node1:29613 has not answered node2 for 5 s")
     assert "Is node1 up, is its address right, and is the port open" in second.error()
     lab("mend", "node2")
-    short = ("--timeout", 5)
     [second] = check(lab, "node2", options=short)
     assert second.status == 1
     assert "nothing listens there. Start the check on node1 too" in second.error()

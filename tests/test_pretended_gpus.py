@@ -1,6 +1,6 @@
-"""Which GPU each process takes, and what it says to NCCL: on machines that have no GPU.
+"""Which GPU each process takes, and what it says to its backend: on machines that have no GPU.
 
-torch says that there are GPUs, and what the scripts ask torch.cuda for is written down, up to
+torch says that there are GPUs, and what the scripts ask it for is written down, up to
 init_process_group. What happens from there on only a GPU can tell: test_gpu.py.
 """
 
@@ -8,23 +8,25 @@ import functools
 import json
 import os
 import re
+import runpy
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, fork_ranks, fork_workers
+from support import ROOT, fork_ranks, fork_workers, pretend_gpus, pretended
 
-RECIPES = [f"recipes/{path.name}" for path in sorted(ROOT.glob("recipes/*.py"))
-           if "    torchrun " in path.read_text()]  # fmt: skip
-SCRIPTS = ["02_torchrun_elastic.py", "04_collectives.py", "launch/check_machines.py", *RECIPES]
-PARALLEL = "06_model_parallel_ddp.py"
+# {recipe: with how many ranks its docstring starts it}
+RECIPES = {f"recipes/{path.name}": int(found[1]) for path in sorted(ROOT.glob("recipes/*.py"))
+           if (found := re.search(r"^    torchrun -.*-node=(\d)", path.read_text(), re.MULTILINE))}
+STREAM = "recipes/stream.py"
 
 
-def pretend(count):
+def pretend(count, kind="cuda"):
     """Called in a child: torch says that there are so many GPUs; the process ends at its group."""
     asked = []
-    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: count
-    torch.cuda.set_device = lambda device: asked.append(f"set_device({device})")
+    pretend_gpus(count, kind)
+    torch.accelerator.set_device_index = lambda index: asked.append(f"set_device_index({index})")
     to = torch.Tensor.to
     torch.Tensor.to = lambda *args, **kwargs: asked.append("Tensor.to") or to(*args, **kwargs)
 
@@ -51,54 +53,75 @@ def creator_of_nccl():
     return c10d.Backend._plugins["NCCL"].creator_fn.__name__
 
 
-def groups(result):
-    """{rank: what it asked for}, of a result of pretend."""
-    found = re.findall(r"^group of rank (\d+): (.+)$", result.output, re.MULTILINE)
-    return {int(rank): json.loads(line) for rank, line in found}
-
-
-def check(result, world_size, devices, bound=True, old=False):
-    """devices: {rank: the number of its GPU}."""
-    found = groups(result)
-    assert sorted(found) == list(range(world_size)), result.output
+def check(result, devices, bound=True, old=False, kind="cuda", backend="nccl"):
+    """devices: the number of each rank's GPU, rank by rank."""
+    found = {int(rank): json.loads(line) for rank, line in re.findall(
+        r"^group of rank (\d+): (.+)$", result.output, re.MULTILINE)}  # fmt: skip
+    assert sorted(found) == list(range(len(devices))), result.output
     for rank, said in found.items():
-        assert said["asked"] == [f"set_device({devices[rank]})"], "and nothing before or after it"
-        assert said["backend"] in ("nccl", "cpu:gloo,cuda:nccl")
-        assert said["device_id"] == (f"cuda:{devices[rank]}" if bound else "None")
+        assert said["asked"] == [f"set_device_index({devices[rank]})"], "and nothing else"
+        assert said["backend"] == backend
+        assert said["device_id"] == (f"{kind}:{devices[rank]}" if bound else "None")
         assert said["TORCH_DIST_USE_NCCL2"] == ("0" if old else None)
         if said["creator"]:  # torch 2.15 or later
             new = "_create_nccl2_process_group"
             assert said["creator"] == ("_create_nccl_process_group" if old else new)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "03_multinode.py"])
-def test_a_machine_of_eight(tmp_path, script):
-    result = fork_ranks(script, cwd=tmp_path, world_size=8, before=functools.partial(pretend, 8))
-    check(result, 8, range(8))
+TWO_MACHINES = {"world_size": 4, "nodes": 2}
 
 
-@pytest.mark.parametrize("script", ["03_multinode.py", "launch/check_machines.py"])
-def test_two_machines_of_two(tmp_path, script):
-    before = functools.partial(pretend, 2)
-    result = fork_ranks(script, cwd=tmp_path, world_size=4, nodes=2, before=before)
-    check(result, 4, [0, 1, 0, 1])
+@pytest.mark.parametrize(("script", "options", "devices"), [
+    ("02_torchrun_elastic.py", {}, [0, 1]),
+    ("03_multinode.py", TWO_MACHINES, [0, 1, 0, 1]),
+    ("04_collectives.py", {}, [0, 1]),
+    ("launch/check_machines.py", TWO_MACHINES, [0, 1, 0, 1]),
+    *[(recipe, {"world_size": ranks}, range(ranks)) for recipe, ranks in RECIPES.items()],
+])  # fmt: skip
+def test_each_process_takes_the_gpu_of_its_local_rank(tmp_path, script, options, devices):
+    result = fork_ranks(script, cwd=tmp_path, before=functools.partial(pretend, 4), **options)
+    check(result, devices, backend="cpu:gloo,cuda:nccl" if script == STREAM else "nccl")
+
+
+def test_a_gpu_of_intel(tmp_path):
+    result = fork_ranks(STREAM, cwd=tmp_path, before=functools.partial(pretend, 2, "xpu"))
+    check(result, [0, 1], kind="xpu", backend="cpu:gloo,xpu:xccl")
+
+
+@pytest.mark.parametrize(("kind", "script", "notes"), [
+    ("mps", "02_torchrun_elastic.py", 1), ("mtia", "02_torchrun_elastic.py", 1),
+    ("mps", "benchmarks/parts/smallest_ddp.py", 0)])  # fmt: skip
+def test_an_accelerator_without_a_backend(tmp_path, kind, script, notes):
+    """Gloo carries no tensors of a Mac's GPU, and torch knows no backend for the other kind.
+
+    Two processes take the CPU, though there is one such GPU, and one of them says so.
+    """
+    result = fork_ranks(script, 1, cwd=tmp_path, before=functools.partial(pretend, 1, kind))
+    said = '"asked": [], "backend": "gloo", "device_id": "None"'
+    assert (result.output.count(said), result.output.count("takes the CPU")) == (2, notes)
+
+
+def test_the_gpus_of_a_benchmark():
+    find_gpus = runpy.run_path(ROOT / "benchmarks/parts/common.py")["find_gpus"]
+    for kind, least, found in (("cuda", 2, (2, "cuda")), ("xpu", 1, (2, "xpu")),
+                               ("cuda", 3, (0, "cpu")), ("mps", 1, (0, "cpu"))):  # fmt: skip
+        with patch.multiple(torch.accelerator, **pretended(2, kind)):
+            assert find_gpus(least) == found
 
 
 def test_mp_spawn(tmp_path):
     args = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "data_dir": "data"}
-    result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 4, checkpoint_path="c.pt",
-                          before=functools.partial(pretend, 4), **args)  # fmt: skip
-    check(result, 4, range(4))
+    result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 2, checkpoint_path="c.pt",
+                          before=functools.partial(pretend, 2), **args)  # fmt: skip
+    check(result, [0, 1])
 
 
-def test_a_stage_for_each_gpu(tmp_path):
-    result = fork_ranks(PARALLEL, "--mode", "pipeline", cwd=tmp_path, world_size=4,
-                        before=functools.partial(pretend, 4))  # fmt: skip
-    check(result, 4, range(4))
-
-
-def test_two_gpus_a_process(tmp_path):
-    """The group must not be bound to one of the two: torch 2.15's new backend would do that."""
-    result = fork_ranks(PARALLEL, "--mode", "devices", cwd=tmp_path, world_size=2,
-                        before=functools.partial(pretend, 4))  # fmt: skip
-    check(result, 2, [0, 2], bound=False, old=True)
+@pytest.mark.parametrize(("mode", "world_size", "expected"), [
+    ("pipeline", 4, {"devices": range(4)}),
+    # Two GPUs a process: torch 2.15's new backend would bind the group to one of them.
+    ("devices", 2, {"devices": [0, 2], "bound": False, "old": True}),
+])  # fmt: skip
+def test_the_stages_of_a_model(tmp_path, mode, world_size, expected):
+    result = fork_ranks("06_model_parallel_ddp.py", "--mode", mode, cwd=tmp_path,
+                        world_size=world_size, before=functools.partial(pretend, 4))  # fmt: skip
+    check(result, **expected)

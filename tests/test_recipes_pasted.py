@@ -15,11 +15,13 @@ import pytest
 from support import ROOT, fork_ranks
 
 RECIPES = {path.stem: path.read_text() for path in sorted(ROOT.glob("recipes/*.py"))}
-# The mesh of tensor_parallel has two columns; dry_run_1024_ranks is one process.
-SIZES = {"tensor_parallel": (2, 4), "dry_run_1024_ranks": (1,)}
+# The mesh of tensor_parallel has two columns; two machines of two ranks make four;
+# dry_run_1024_ranks is one process.
+SIZES = {"tensor_parallel": {(2, 3): (4,)}, "shard_inside_machines": {(2,): (4,), (2, 3): (3, 4)},
+         "dry_run_1024_ranks": {(2,): (1,), (2, 3): (1,)}}  # fmt: skip
 
 PLAIN = """
-import copy, io, math, os, sys, traceback
+import copy, io, math, multiprocessing, os, sys, traceback
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -100,6 +102,18 @@ for epoch in range(1, 8):
     PASTE3
 assert gathered(epoch) == [3] * world_size, f"left after epochs {gathered(epoch)}"
 
+# checkpoint_activations
+mesh, model, calls = init_device_mesh("cpu", (world_size,)), Model(), []
+for block in model.blocks:
+    block.up.register_forward_hook(lambda *_: calls.append(1))
+PASTE
+for _ in range(2):
+    optimizer.zero_grad()
+    mse_loss(model(inputs), targets).backward()
+check(gradient(model), gradient(plain))
+assert len(calls) == 2 * 2 * 2, f"{len(calls)} forward passes of 2 blocks in 2 steps"
+assert set(model.state_dict()) == set(plain.state_dict())
+
 # checkpoint_any_world_size
 def new(seed, rate):
     model = Model(seed=seed)
@@ -170,6 +184,34 @@ kept, sent = sum(p.to_local().nbytes for p in model.parameters()), step.bytes["r
 assert kept == whole / 1024 and sent == whole, f"{kept} and {sent} of {whole}"
 assert step.largest["all-gather"] == block, step.largest
 
+# evaluate_with_shards
+def shard(net):
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+def loss_of_each_row(net, rows):
+    assert not net.training
+    return net(rows).square().mean(dim=1).bfloat16()
+def is_going(text):
+    return len(text) < 5 + 3 * rank
+def add_token(text, outputs):
+    return torch.cat([text, outputs[-1:].sin()])
+model, flags, text = Model(), dist.new_group(backend="gloo"), torch.ones(1, 8) * rank
+shard(model)
+all_batches = torch.randn(world_size + 3, 257, 8)
+batches, expected = list(all_batches[rank::world_size]), text  # unequal numbers of batches
+PASTE1
+whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
+assert model.training and not whole, f"still whole: {whole}"
+PASTE2
+plain.eval()
+with torch.no_grad():
+    check(mean, torch.cat([loss_of_each_row(plain, b) for b in all_batches]).double().mean())
+    while is_going(expected):
+        expected = add_token(expected, plain(expected))
+check(text, expected)
+
 # go_on_without
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 me, meeting, members, step, net = rank, 1, list(range(world_size)), 0, Model()
@@ -197,6 +239,26 @@ for _ in range(5):
 assert sorted(members) == list(range(last)) and dist.get_world_size() == last, members
 check(weights(net), weights(plain))
 
+# leave_in_time
+dataset, saved = [*range(200)], []
+def save(step):
+    saved.append(step)
+def train_epoch():
+    for step, batch in enumerate(loader, 1):
+        dist.all_reduce(torch.ones(1))  # your training
+        if step == 30 and rank == last:
+            workers = " ".join(str(worker.pid) for worker in multiprocessing.active_children())
+            os.system(f"kill {os.getpid()} {workers}")  # as torchrun does
+        PASTE2
+        assert step < 40, "not asked to leave"
+PASTE1
+try:
+    for epoch in range(2):
+        train_epoch()
+except SystemExit as end:
+    status = end.code
+assert (saved, status) == ([30], 143), f"saved after {saved}, exit status {status}"
+
 # metrics
 def auc(scores, labels):
     return (scores[labels == 1][:, None] > scores[labels == 0]).double().mean().item()
@@ -205,6 +267,43 @@ sizes = [60, *(len(part) for part in torch.arange(41).tensor_split(last))]
 scores, labels = all_scores.split(sizes)[rank], all_labels.split(sizes)[rank]
 PASTE
 assert value == auc(all_scores, all_labels), f"{value} for {auc(all_scores, all_labels)}"
+
+# pretrained_to_shards
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+class Shifted(Block):
+    def __init__(self, width, mask):
+        super().__init__(width)
+        self.register_buffer("mean", torch.randn(width))  # in the file
+        self.register_buffer("shift", torch.arange(width) / 7, persistent=False)
+        self.register_buffer("mask", mask, persistent=False)  # one for all blocks
+    def forward(self, x):
+        return super().forward(x - self.mean) * self.mask + self.shift
+class YourModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Embedding(9, 7), nn.Linear(7, 9, bias=False)
+        self.last.weight = self.first.weight  # tied
+        mask = torch.arange(7) % 2 + 1
+        self.blocks = nn.ModuleList(Shifted(7, mask) for _ in range(2))
+        if mask.is_meta:  # as in checkpoint_activations
+            for i, block in enumerate(self.blocks):
+                self.blocks[i] = checkpoint_wrapper(block)
+    def forward(self, words):
+        x = self.first(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+plain, words, path = YourModel(), torch.arange(9), f"pretrained {world_size}.pt"
+plain.blocks[0].up.weight.data = plain.blocks[0].up.weight.data.t().contiguous().t()
+if rank == 0:
+    torch.save(plain.state_dict(), path)
+outputs = gathered(plain(words).tolist())[0]
+mesh = init_device_mesh("cpu", (world_size,))
+torch.manual_seed(5)
+PASTE
+check(model(words), torch.tensor(outputs), 1e-6)
+assert model.last.weight is model.first.weight, "no longer tied"
+assert len(set(gathered(torch.rand(()).item()))) == 1, "other random numbers on rank 0"
 
 # randomness
 class Crops(Dataset):
@@ -230,19 +329,24 @@ mask = tuple((dropout(torch.ones(200)) > 0).tolist())
 seen[epoch, step] = mask, *map(tuple, batch.T.tolist())
 
 # resume_mid_epoch
-dataset, global_batch, epochs, runs = range(26), 6, 3, []
-for snapshot in ({"epoch": 0, "step": 0}, {"epoch": 1, "step": 2}):
+class Drawn(Dataset):
+    def __len__(self):
+        return 26
+    def __getitem__(self, index):
+        return torch.stack([torch.tensor(index), torch.randint(10**12, ())])
+dataset, batch_size, total_steps, runs = Drawn(), 6, 12, []
+for snapshot in ({"step": 0}, {"step": 6}):
     seen = {}
     PASTE
     runs.append(seen)
 whole, resumed = runs
-assert resumed == {key: seen for key, seen in whole.items() if key >= (1, 2)}, "not resumed"
-for epoch in range(3):
-    items = [item for key, seen in whole.items() if key[0] == epoch for item in seen]
+assert resumed == {step: seen for step, seen in whole.items() if step >= 6}, "not resumed"
+for first in (0, 4, 8):
+    items = [item for step in range(first, first + 4) for item, _ in whole[step]]
     assert len(items) == len(set(items)) == 24, f"items twice, or never: {items}"
 check_on_3_as_on_2_ranks(whole)
 YOURS
-seen[epoch, step] = sorted(sum(gathered(batch.tolist()), []))
+seen[step] = sorted(sum(gathered(batch.tolist()), []))
 
 # send_fewer_bytes
 sent, all_reduce, size = [], dist.all_reduce, 64 * 64
@@ -269,6 +373,16 @@ for _ in range(100):
     mean += gradient(model) / 100
 assert sum(sent) == 4 * 2 * 4 * 64, f"{sum(sent)} bytes"
 check(mean, gradient(plain), 0.2)
+
+# shard_inside_machines
+os.environ["LOCAL_WORLD_SIZE"] = str(2 if world_size == 4 else world_size)  # two machines, or one
+model = Model()
+PASTE
+mse_loss(model(inputs), targets).backward()
+check(gradient(model), gradient(plain))
+kept = sum(p.to_local().numel() for p in model.parameters())
+whole = sum(p.numel() for p in plain.parameters())
+assert kept == whole // 2 or world_size == 3, f"{kept} of {whole} weights on a rank"
 
 # shard_with_fsdp2
 model, expected = Model(), torch.optim.AdamW(plain.parameters())
@@ -305,11 +419,12 @@ held = sum(p.to_local().nbytes for p in model.parameters())
 assert held < 1.05 * gradient(plain).nbytes / world_size, f"{held} bytes on this rank"
 
 # train_by_steps
-windows, batch_size, save_every, steps, seen, ends = all_inputs, 6, 2, 6, {}, []
+dataset, batch_size, batches, total_steps, seen, ends = [*range(24)], 6, "6 of 24", 6, {}, []
 for path, killed in (("whole", None), ("killed", 5), ("killed", None)):
     path, model = f"{path}{world_size}.pt", nn.Sequential(nn.Dropout(), Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     PASTE
     ends.append(weights(model))
     dist.barrier()
@@ -322,9 +437,9 @@ YOURS
 if step == killed:
     break
 mask = (dropout(torch.ones(200)) > 0).tolist()
-now = [*map(tuple, gathered(mask))], sorted(sum(gathered(share.tolist()), []))
+now = [*map(tuple, gathered(mask))], sorted(sum(gathered(batch.tolist()), []))
 assert seen.setdefault(step, now) == now, "repeated, the step is another one"
-mse_loss(model(windows[share]), all_targets[share]).backward()
+mse_loss(model(all_inputs[batch]), all_targets[batch]).backward()
 for parameter in model.parameters():
     dist.all_reduce(parameter.grad)
 optimizer.step()
@@ -392,14 +507,10 @@ def defined(node):
     return {node.name} if hasattr(node, "name") else names(node, ast.Store)
 
 
-def answer(name):
-    """The indented lines below the question, as they stand in the file."""
+def pasted(name):
+    """The reader's script with the answer in it: the indented lines below the recipe's question."""
     lines = re.match(r'r?""".+\n\n((?:(?:    .*)?\n)+)', RECIPES[name])[1]
-    return textwrap.dedent(lines).rstrip() + "\n"
-
-
-def pasted(name, answer):
-    """The reader's script, with the answer in it."""
+    answer = textwrap.dedent(lines).rstrip() + "\n"
     [script] = re.findall(rf"^# {name}\n(.*?)(?=^# \w+$|\Z)", SCRIPTS, re.DOTALL | re.MULTILINE)
     script, _, yours = script.partition("YOURS\n")
     tree = ast.parse(PLAIN + replaced(r"PASTE\d?", script, lambda _: "pass\n"))
@@ -423,26 +534,22 @@ def pasted(name, answer):
     return "\n".join([*copied, PLAIN, script, "print('done on rank', rank, flush=True)\n"])
 
 
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 3), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_answer_pasted_into_a_plain_script(tmp_path, name):
-    run_pasted(tmp_path, name, answer(name))
+def test_the_answer_pasted_into_a_plain_script(tmp_path, name, sizes):
+    (tmp_path / "plain.py").write_text(pasted(name))
+    for world_size in SIZES.get(name, {}).get(sizes, sizes):
+        result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, world_size=world_size)
+        assert result.status == 0, result.output
+        assert result.output.count("done on rank") == world_size
 
 
 def test_an_error_of_your_own_does_not_loop(tmp_path):
     """The answer of go_on_without meets again and again, unless it sees that nobody is missing."""
-    script = pasted("go_on_without", answer("go_on_without"))
-    loss = "mse_loss(model(all_inputs[own])"
+    script, loss = pasted("go_on_without"), "mse_loss(model(all_inputs[own])"
     assert script.count(loss) == 1
     (tmp_path / "plain.py").write_text(script.replace(
         loss, 'assert meeting < 3, "it loops"\n        mse_loss(model(all_inputs[own, :4])'))
     result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path)
     assert result.status == 1 and "it loops" not in result.output, result.output
     assert "mat1 and mat2 shapes cannot be multiplied" in result.output
-
-
-def run_pasted(folder, name, answer):
-    (folder / "plain.py").write_text(pasted(name, answer))
-    for world_size in SIZES.get(name, (2, 3)):
-        result = fork_ranks(folder / "plain.py", cwd=folder, world_size=world_size)
-        assert result.status == 0, result.output
-        assert result.output.count("done on rank") == world_size

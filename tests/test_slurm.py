@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 from lab import Lab
-from support import ROOT, fork_ranks, run, wait_until
+from support import PYTHON, ROOT, fork_ranks, run, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
 CONFIGURATION = """
@@ -40,11 +40,11 @@ NodeName=node1 NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000
 NodeName=node2 NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
+# Commands in the place of Slurm's; and python, which without PYTHON finds no snapshot to look at.
 FAKES = {
     "scontrol": 'echo "scontrol $*" >>calls; [[ $2 != job ]] || echo "$SHOWN"; echo node1',
     "scancel": 'kill "$(cat step)"',
+    "python": 'exec $PYTHON "$@"',
     "srun": 'echo "srun $* $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>calls; cp "$WRITES" snapshot.pt;'
             ' echo $$ >step; exec sleep 60',
 }  # fmt: skip
@@ -62,7 +62,7 @@ def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", *
     env = {
         "PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "1",
         "SLURM_JOB_NAME": "multinode", "SLURM_JOB_NODELIST": "node1",
-        "WRITES": str(writes), "SHOWN": "PreemptTime=None", **env,
+        "WRITES": str(writes), "SHOWN": "PreemptTime=None", "PYTHON": "true", **env,
     }  # fmt: skip
     with open(folder / "job.log", "a") as log:
         job = subprocess.Popen(
@@ -79,22 +79,26 @@ def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", *
         job.kill()
 
 
-def test_no_start_without_progress_is_followed_by_another(tmp_path):
-    """Otherwise a job whose epochs or saves take too long would come back for ever."""
-    for epoch, images, requeued in ((1, 0, True), (1, 0, False), (1, 40, True), (2, 0, True)):
-        path = tmp_path / "saved.pt"  # by ranks that go on from one and write another
-        torch.save({"model": {}, "next_epoch": epoch, "images_done": images,
-                    "written_by": str(uuid.uuid4())}, path)  # fmt: skip
-        status, calls = start_until_the_end_is_near(tmp_path, path)
-        assert (status, "scontrol requeue 1" in calls) == (not requeued, requeued), (epoch, images)
-
-
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_job_that_slurm_ends_early_comes_back(tmp_path, preempted):
     """By SIGTERM to its ranks alone, and some time later by force; another failure ends the job."""
     shown = f"PreemptTime={'2026-11-22T19:39:18' if preempted else 'None'}"
     status, calls = start_until_the_end_is_near(tmp_path, tell="the step", SHOWN=shown)
     assert status != 0 and ("scontrol requeue 1" in calls) == preempted
+    assert "srun --kill-on-bad-exit=1 bash" in calls, "a number of cores of its own"
+
+
+@pytest.mark.long
+def test_no_start_without_progress_is_followed_by_another(tmp_path):
+    """Otherwise a job whose epochs or saves take too long would come back for ever."""
+    for epoch, images, requeued in ((1, 0, True), (1, 0, False), (1, 40, True), (2, 0, True)):
+        path = tmp_path / "saved.pt"  # by ranks that go on from one and write another
+        torch.save({"model": {}, "next_epoch": epoch, "images_done": images,
+                    "written_by": str(uuid.uuid4())}, path)  # fmt: skip
+        status, calls = start_until_the_end_is_near(
+            tmp_path, path, PYTHON=PYTHON, SLURM_CPUS_PER_TASK="4")
+        assert (status, "scontrol requeue 1" in calls) == (not requeued, requeued), (epoch, images)
+        assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 bash" in calls and " 2 1 150\n" in calls
 
 
 def test_an_array_is_refused(tmp_path):
@@ -102,13 +106,6 @@ def test_an_array_is_refused(tmp_path):
     env = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
     result = run("bash", ROOT / "launch/slurm.sbatch", cwd=tmp_path, env=env)
     assert result.status == 2 and "not for array jobs" in result.output
-
-
-def test_srun_gets_the_cores_that_were_asked_for_and_no_number_of_its_own(tmp_path):
-    _, calls = start_until_the_end_is_near(tmp_path)
-    assert "srun --kill-on-bad-exit=1 bash" in calls and " 2 1 150\n" in calls
-    _, calls = start_until_the_end_is_near(tmp_path, SLURM_CPUS_PER_TASK="4")
-    assert "--cpus-per-task=4 bash" in calls
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.long
 
 def test_torchx_starts_the_scripts_unchanged(tmp_path):
     """launch/README.md's commands as they stand, but for the first, which installs."""
-    pytest.importorskip("torchx", reason="pip install -r tests/requirements.txt")
-    yaml = pytest.importorskip("yaml", reason="pip install -r tests/requirements.txt")
+    pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
+    yaml = pytest.importorskip("yaml", reason="pip install -r requirements-dev.txt")
     for name in ("02_torchrun_elastic.py", "03_multinode.py"):
         shutil.copy(ROOT / name, tmp_path)
     install, commands = shown.block("torchx").split("\n", 1)

@@ -1,0 +1,59 @@
+"""Many train it: torchrun --standalone --nproc-per-node=2 docs/many_processes.py"""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before DDP imports it: else step 6 leaves connections open
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    # Step 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
+    backend = dist.get_default_backend_for_device(device)
+    if backend == "gloo":  # it exchanges tensors on the CPU only, so a Mac (mps) takes its CPU
+        device = torch.device("cpu")
+    else:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    # Step 2: meet. Each process waits here for all others. Then they are connected.
+    dist.init_process_group(backend)
+
+    torch.manual_seed(0)
+    inputs = torch.randn(1024, 10)
+    dataset = TensorDataset(inputs, inputs.norm(dim=1, keepdim=True))  # your data
+    # Step 3: share the data. A step takes the same 64 examples, 64 / N on each process.
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
+
+    # Step 4: build the model, and wrap it. backward() now averages all processes' gradients.
+    model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 1))  # your model
+    model.to(device)
+    model = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.
+    for epoch in range(5):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        loss_sum = torch.zeros((), device=device)
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            loss = nn.functional.mse_loss(model(x), y)  # your loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach() * len(x)
+        dist.all_reduce(loss_sum)  # the sum over all processes: each must call this
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss_sum / len(dataset):.4f}")
+            torch.save(model.module.state_dict(), "model.pt")  # your model, without DDP
+
+
+if __name__ == "__main__":
+    main()
+    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    gc.collect()
+    dist.destroy_process_group()

@@ -1,0 +1,228 @@
+"""Scripts run fast: in fresh processes, forked from a server that has torch loaded.
+
+A run costs a tenth of a second. fork_ranks plays torchrun: its environment, one store for all
+attempts, another attempt when a rank has failed. These processes skip the end of the interpreter:
+what goes wrong there shows with started.run alone.
+"""
+
+import argparse
+import multiprocessing
+import os
+import pathlib
+import re
+import resource
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+from started import ROOT, Result
+
+forkserver = multiprocessing.get_context("forkserver")
+# Starting a process also asks whether others have ended, even those of other threads. When two
+# threads ask at the same moment, one of them finds the exit code gone, and reports 255.
+asking = threading.Lock()
+# All that the scripts and the tests' own modules import: else each process imports it anew.
+forkserver.set_forkserver_preload([
+    "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "support",
+])  # fmt: skip
+
+
+def fork(script, *arguments, cwd, timeout=60, before=None, env=None):
+    """Run ROOT/script in one process forked from the server."""
+    return _fork(script, arguments, [env or {}], cwd, timeout, before)
+
+
+def fork_each(script, *arguments, cwd, environments, timeout=60):
+    """Run ROOT/script in one forked process for each of the environments."""
+    return _fork(script, arguments, environments, cwd, timeout, None)
+
+
+def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
+    """Call worker(rank, world_size, meeting_point, args) in forked processes, like mp.spawn."""
+    args = argparse.Namespace(**args)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting_point = f"file://{folder}/meet"
+        workers = [(rank, world_size, meeting_point, args) for rank in range(world_size)]
+        return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
+
+
+def fork_ranks(
+    script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=120, before=None
+):
+    """Run ROOT/script in world_size forked processes, as torchrun would on that many nodes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output, status, local = "", None, world_size // nodes
+    for attempt in range(max_restarts + 1):
+        environments = [
+            {
+                "RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
+                "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "3",
+            }
+            for rank in range(world_size)
+        ]  # fmt: skip
+        result = _fork(script, arguments, environments, cwd, timeout, before)
+        output, status = output + result.output, result.status
+        if status == 0:
+            break
+    return Result(output, status, attempts=attempt + 1)
+
+
+def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
+    """One process for each of the environments; when one fails, the others get SIGTERM."""
+    script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script
+    with tempfile.NamedTemporaryFile() as output:
+        processes = [
+            forkserver.Process(
+                target=run_script,
+                args=(script, arguments, env, str(cwd), output.name, before, worker),
+            )
+            for env, worker in zip(environments, workers or [None] * len(environments), strict=True)
+        ]
+        for process in processes:
+            with asking:
+                process.start()
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                with asking:
+                    alive = [process.sentinel for process in processes if process.is_alive()]
+                    status = next((p.exitcode for p in processes if p.exitcode), 0)
+                if status or not alive:
+                    break
+                assert wait(alive, max(0, deadline - time.monotonic())), (
+                    f"no end after {timeout} s:\n{pathlib.Path(output.name).read_text()}"
+                )
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join(10)
+                process.kill()
+                process.join()
+        return Result(pathlib.Path(output.name).read_text(), status)
+
+
+def run_script(script, arguments, environment, folder, output, before=None, worker=None):
+    """In a forked process: call before, one function or several, then run the script."""
+    with open(output, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # What the script starts (a DataLoader's workers, say) starts as it does in a plain process. A
+    # forkserver's child would start a server of its own, which imports torch anew.
+    multiprocessing.set_start_method(None, force=True)
+    if "RANK" in environment or worker is not None:
+        # One thread for each rank. More would wait for each other where cores are few and busy, and
+        # the last bits of a result depend on how many there are.
+        torch.set_num_threads(1)  # torchrun sees to that by OMP_NUM_THREADS
+        os.sched_getaffinity = lambda _: {0}  # which the scripts ask, to raise it
+    if sys.version_info < (3, 11, 10):  # a fork beside Gloo's threads may hang: pitfalls/README.md
+        os.register_at_fork(before=lambda: time.sleep(0.01))  # by then, these have ended
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = [str(script), *map(str, arguments)]
+    try:
+        for function in before if isinstance(before, tuple) else [before] * (before is not None):
+            function()
+        if worker is None:
+            runpy.run_path(str(script), run_name="__main__")
+        else:  # call the script's function of that name instead, as mp.spawn does
+            runpy.run_path(str(script))["worker"](*worker)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def variant(folder, script, changes):
+    """Write ROOT/script to folder with {old text: new text} replaced; return its path.
+
+    Each old text must stand in the script exactly once: else a test would change nothing, or more
+    than it means to.
+    """
+    text = (ROOT / script).read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{text.count(old)} times in {script}: {old!r}"
+        text = text.replace(old, new)
+    path = folder / pathlib.Path(script).name
+    path.write_text(text)
+    return path
+
+
+def numbers(pattern, result):
+    """The groups of each line of rank 0 that matches as a whole."""
+    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
+    return [match.groups() for match in found if match]
+
+
+# ---- For before=, called in each process (pretended, machine: their helpers) ----
+
+
+def limit_file_size():
+    """Files may grow to 20 KB, which stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def pretended(count, kind="cuda", usable=True):
+    """Functions of torch.accelerator, as if there were so many GPUs, with any build of torch."""
+    def current_accelerator(check_available=False):
+        return torch.device(kind) if usable or not check_available else None
+
+    return {"current_accelerator": current_accelerator, "is_available": lambda: usable,
+            "device_count": lambda: count, "set_device_index": lambda index: None}  # fmt: skip
+
+
+def pretend_gpus(count=1, kind="cuda"):
+    """Torch says that there are so many GPUs."""
+    vars(torch.accelerator).update(pretended(count, kind))
+
+
+pretend_one_gpu = pretend_gpus
+
+
+def come_late():
+    """In later attempts, rank 1 looks up rank 0 before that is there."""
+    join = dist.init_process_group
+
+    def join_late(*args, **kwargs):
+        time.sleep(0.5)
+        join(*args, **kwargs)
+
+    if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        dist.init_process_group = join_late
+
+
+def machine():
+    """The number of the machine that this forked process plays: 1, 2, ..."""
+    return int(os.environ["GROUP_RANK"]) + 1
+
+
+def play_machine():
+    """A host name of its own, and an address that the others can reach."""
+    name = f"node{machine()}"
+    socket.gethostname = lambda: name
+    addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
+    socket.gethostbyname = lambda name: addresses.get(name, name)
+    look_up = socket.getaddrinfo
+    socket.getaddrinfo = lambda name, *args: look_up(addresses.get(name, name), *args)
+
+
+def clocks_differ():
+    """The clock of the second machine is a thousand seconds fast."""
+    fast, now = 1000 * (machine() - 1), time.time
+    time.time = lambda: now() + fast
+
+
+def one_core():
+    """One thread, as fork_ranks and fork_workers give to each process by themselves."""
+    os.sched_getaffinity = lambda _: {0}

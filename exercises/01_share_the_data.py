@@ -1,0 +1,75 @@
+"""Share the data: each rank trains on items of its own, and none is left out or taken twice.
+
+A rank is one process of the job; the ranks are numbered from 0 to world_size - 1. Each can read
+the whole dataset, and decides by itself which items are its own: nothing has to be sent. Write
+my_share.
+
+Read before: 01_single_node_multi_gpu.py, where DistributedSampler does this. It makes the shares
+equal, so some items come twice; yours shall not.
+
+    python exercises/01_share_the_data.py
+"""
+
+import torch
+import torch.distributed as dist
+from checker import expect, main
+
+
+def my_share(count, epoch, rank, world_size):
+    """Return the numbers of the items that this rank takes in this epoch, in order, as a list.
+
+    The items have the numbers 0 to count - 1. Over all ranks, each item is in one share, once. The
+    lengths of two shares differ by 1 at most. Each epoch has another random order of all items,
+    and a call with the same arguments gives the same list again.
+    """
+    raise NotImplementedError
+
+
+# ---- The check: what must hold, and what to say if it does not ----
+
+COUNT = 103  # not a multiple of the number of ranks
+
+
+def trial():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    epochs = []
+    for epoch in range(3):
+        torch.manual_seed(1000 * rank + epoch)  # ranks do not draw the same numbers by themselves
+        mine = my_share(COUNT, epoch, rank, world_size)
+        torch.manual_seed(7 + rank)
+        expect(isinstance(mine, list), f"a {type(mine).__name__} came back", "return a list")
+        expect(mine == my_share(COUNT, epoch, rank, world_size),
+               f"two calls for epoch {epoch} gave different lists",
+               "a job that resumes must see the same order: seed a generator of your own",
+               "torch.randperm(count, generator=torch.Generator().manual_seed(...))")
+        shares = [None] * world_size
+        dist.all_gather_object(shares, mine)
+        taken = sorted(item for share in shares for item in share)
+        times = {item: taken.count(item) for item in range(COUNT)}
+        twice = [item for item, count in times.items() if count > 1]
+        missing = [item for item, count in times.items() if count == 0]
+        expect(not (twice and missing),
+               f"in epoch {epoch}, {len(twice)} items are in more than one share,"
+               f" and {len(missing)} in none",
+               "do all ranks begin with the same order of all items?",
+               "the seed must not depend on the rank")
+        expect(not twice, f"in epoch {epoch}, {len(twice)} items are taken more than once",
+               "which items are this rank's? Do not fill up the shares to equal lengths")
+        expect(not missing, f"in epoch {epoch}, {len(missing)} items are in no share",
+               "what becomes of the rest, if the number of ranks does not divide the count?")
+        lengths = [len(share) for share in shares]
+        expect(max(lengths) - min(lengths) <= 1, f"the shares have lengths of {lengths}",
+               "all[rank::world_size] takes every world_size-th item")
+        epochs.append(mine)
+    expect(epochs[0] != epochs[1] != epochs[2] != epochs[0], "two epochs have the same order",
+           "let the seed depend on the epoch")
+    expect(set(epochs[0]) != set(epochs[1]),
+           "this rank gets the same items in each epoch, in another order",
+           "shuffle all items first, then take a share")
+    expect(epochs[0] != sorted(epochs[0]), "the order is not random",
+           "shuffle all items first, then take a share")
+    return f"{COUNT} items, shares of {lengths}, each item once, in another order each epoch"
+
+
+if __name__ == "__main__":
+    main(__file__)

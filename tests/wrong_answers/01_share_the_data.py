@@ -1,0 +1,55 @@
+# ---- nothing shared: more than once ----
+def my_share(count, epoch, rank, world_size):
+    return torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+# ---- a seed for each rank: in more than one share, and \d+ in none ----
+def my_share(count, epoch, rank, world_size):
+    seeded = torch.Generator().manual_seed(1000 * epoch + rank)
+    return torch.randperm(count, generator=seeded).tolist()[rank::world_size]
+
+
+# ---- the global generator: two calls for epoch 0 gave different lists ----
+def my_share(count, epoch, rank, world_size):
+    return torch.randperm(count).tolist()[rank::world_size]
+
+
+# ---- filled up, as DistributedSampler does: more than once ----
+from torch.utils.data import DistributedSampler
+
+
+def my_share(count, epoch, rank, world_size):
+    sampler = DistributedSampler(range(count), world_size, rank)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+# ---- the rest dropped: in no share ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order[rank::world_size][: count // world_size]
+
+
+# ---- hard-coded for two ranks: more than once ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order[: count // 2] if rank == 0 else order[count // 2 :]
+
+
+# ---- the rest to the last rank: have lengths of ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    size = count // (2 * world_size)
+    return order[rank * size : None if rank == world_size - 1 else (rank + 1) * size]
+
+
+# ---- always the same order: two epochs have the same order ----
+def my_share(count, epoch, rank, world_size):
+    return list(range(count))[rank::world_size]
+
+
+# ---- own items shuffled: the same items in each epoch ----
+def my_share(count, epoch, rank, world_size):
+    mine = torch.arange(count)[rank::world_size]
+    seeded = torch.Generator().manual_seed(epoch)
+    return mine[torch.randperm(len(mine), generator=seeded)].tolist()

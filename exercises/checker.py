@@ -33,6 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private; only to c
 from torch.utils._pytree import tree_leaves
 
 LIMIT = 8  # seconds for a trial: one that hangs is ended then
+# A fork is quick, as torch is loaded already, and safe, as it has not been used.
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 SOLUTIONS = Path(__file__).parent / "solutions"
 # What a rank sends at least, in parts of all the bytes of the call, over n ranks.
 SENT = {
@@ -148,11 +150,10 @@ def verdict(reports, second_hint=False):
 # ---- The processes ----
 
 
-def run(exercise, world_size, answer=None, start_method="fork"):
+def run(exercise, world_size, answer=None, start_method=START_METHOD):
     """Run the trial on so many processes; return a Report for each rank.
 
     answer: a file whose functions take the place of those in the exercise.
-    start_method: to fork is quick, as torch is loaded already, and safe where it has not been used.
     """
     with tempfile.TemporaryDirectory() as folder:
         for life in range(10):
@@ -225,7 +226,7 @@ def worker(exercise, answer, rank, world_size, life, folder, answers):
         code = list(traceback.walk_tb(error.__traceback__))[-1][0].f_code
         if isinstance(error, NotImplementedError) and code.co_filename == str(own):
             task = (code.co_consts[0] or "").partition("\n")[0]
-            say("empty", f"{code.co_name}, line {code.co_firstlineno}, is still empty. {task}")
+            say("empty", f"{code.co_name}, line {code.co_firstlineno}, is still empty. To do:\n    {task}")
         else:
             say("error", describe(error, own))
     else:

@@ -25,7 +25,7 @@ from support import PYTHON, make_digits, run, write_digits
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rounds", type=int, default=10, help="repetitions of the launch tests")
+    parser.addoption("--rounds", type=int, default=3, help="repetitions of the launch tests")
     parser.addoption(
         "--write-transcripts", action="store_true", help="write docs/transcripts/ anew")
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.long
 
 def test_plain_runs_of_01_end_well(tmp_path, mnist_dir, rounds):
     command = (PYTHON, ROOT / "01_single_node_multi_gpu.py", 1, "--data-dir", mnist_dir)
-    for _ in range(max(1, rounds // 2)):
+    for _ in range(rounds):
         result = run(*command, "--nprocs", 2, cwd=tmp_path)
         assert result.status == 0 and "terminate called" not in result.output, result.output
         assert result.lines(0)[-1].startswith("2 replicas are identical, sha256 ")
@@ -19,7 +19,7 @@ def test_every_crash_of_02_costs_exactly_one_restart(tmp_path, mnist_dir, rounds
                ROOT / "02_torchrun_elastic.py", 2, 1, "--crash-epoch", 2,
                "--data-dir", mnist_dir)  # fmt: skip
     digests = set()
-    for _ in range(max(1, rounds // 2)):
+    for _ in range(rounds):
         (tmp_path / "snapshot.pt").unlink(missing_ok=True)
         result = run(*command, cwd=tmp_path)
         assert result.status == 0 and "terminate called" not in result.output, result.output

@@ -1,0 +1,177 @@
+"""Split a layer: each rank has some of the hidden units, and all compute the same rows together.
+
+Take two linear layers with an activation between them: rows of `inputs` go to `hidden` units, and
+these to `out` numbers. Each rank gets a slice of both layers: the weights that lead to its hidden
+units, and those that lead away from them. An activation treats each hidden unit by itself, so
+nothing is exchanged in the middle. Write both layers. One exchange is enough in the forward pass,
+and one in the backward pass. Unlike with DDP, all ranks have the same rows.
+
+    inputs (rows, in)  ->  ColumnLinear  ->  own hidden units  ->  RowLinear  ->  (rows, out)
+
+This is tensor parallelism, from M. Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter
+Language Models Using Model Parallelism, 2019. The names come from there. Its matrices are (in,
+out), so a layer's hidden units are columns of the first one. In torch, a weight is (out, in). Read
+before: 04_collectives.py, the section all_reduce; recipes/tensor_parallel.py lets torch do it.
+
+    python exercises/15_tensor_parallel.py
+"""
+
+import torch
+import torch.distributed as dist
+from checker import Exchanges, bytes_kept, expect, main
+from torch import nn
+
+
+class ColumnLinear(nn.Module):
+    """The first layer: inputs @ weight.T + bias, of which each rank computes its hidden units.
+
+    Which units are whose? torch.tensor_split(..., N) cuts them; rank r has slice r. The slices may
+    differ in length by one.
+    """
+
+    def __init__(self, weight, bias):
+        """Take the whole weight, (hidden, in), and bias, (hidden,); keep this rank's slices alone.
+
+        self.weight, (own hidden units, in), and self.bias are nn.Parameters.
+        """
+        raise NotImplementedError
+
+    def forward(self, inputs):
+        """Return (rows, own hidden units). inputs: (rows, in), the same on all ranks.
+
+        The backward pass gives inputs their whole gradient, on each rank: all hidden units count.
+        """
+        raise NotImplementedError
+
+
+class RowLinear(nn.Module):
+    """The second layer: hidden @ weight.T + bias, where each rank has its own hidden units."""
+
+    def __init__(self, weight, bias):
+        """Take the whole weight, (out, hidden), and bias, (out,); keep what is this rank's.
+
+        self.weight, (out, own hidden units), and self.bias, (out,), are nn.Parameters. The bias
+        belongs to no hidden unit: each rank has the whole.
+        """
+        raise NotImplementedError
+
+    def forward(self, own):
+        """Return (rows, out), the same on all ranks. own: (rows, own hidden units).
+
+        All ranks then compute the same loss from it, and call backward(). Each parameter gets the
+        gradient that one process would compute for it, or its slice of that.
+        """
+        raise NotImplementedError
+
+
+# ---- The check: what must hold, and what to say if it does not ----
+
+ROWS, IN, HIDDEN, OUT = 5, 6, 13, 4  # 13 hidden units: no multiple of the number of ranks
+
+
+def trial():
+    world_size = dist.get_world_size()
+    torch.manual_seed(0)
+    rows = torch.randn(ROWS, IN, dtype=torch.float64)
+    given = torch.randn(ROWS, OUT, dtype=torch.float64)  # the gradient of the output
+    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True)
+             for shape in ((HIDDEN, IN), (HIDDEN,), (OUT, HIDDEN), (OUT,))]
+    all_inputs, inputs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    right = mlp(all_inputs, *whole)
+    right.backward(given)
+    slices = own_slices(*whole)
+    alone = rows.clone().requires_grad_()  # what comes out without an exchange
+    partial = mlp(alone, *slices) - slices[3]
+    partial.backward(given)
+    right, partial = right.detach(), partial.detach()
+
+    before = bytes_kept()
+    first, second = (layer(weight.detach().clone(), bias.detach().clone()) for layer, weight, bias
+                     in ((ColumnLinear, *whole[:2]), (RowLinear, *whole[2:])))
+    kept, share = bytes_kept() - before, sum(one.nbytes for one in slices)
+    names = ["ColumnLinear's weight", "ColumnLinear's bias", "RowLinear's weight",
+             "RowLinear's bias"]
+    mine = [getattr(layer, name, None) for layer in (first, second) for name in ("weight", "bias")]
+    for name, found, expected in zip(names, mine, slices, strict=True):
+        expect(isinstance(found, nn.Parameter), f"{name} is no nn.Parameter",
+               "self.weight = nn.Parameter(...), and self.bias")
+        expect(found.shape == expected.shape, f"{name} has the shape {tuple(found.shape)}, and"
+               f" {tuple(expected.shape)} is this rank's", "which side of it are the hidden units?",
+               "torch.tensor_split(weight, N) for the first, and with dim=1 for the second")
+        expect(torch.equal(found, expected), f"{name} has other numbers than this rank's slice",
+               "rank r has slice r")
+    expect(kept <= share + 64, f"this rank keeps {kept} bytes, and its slices have {share}",
+           "what still holds the whole weights?",
+           "a slice keeps the whole tensor that it is cut from: clone it")
+
+    with Exchanges() as forward:
+        output = second(torch.tanh(first(inputs)))
+    expect(output.shape == right.shape, f"the output has the shape {tuple(output.shape)}, not"
+           f" {tuple(right.shape)}", "add up what the ranks have: it has one shape on all")
+    bias = whole[3].detach()
+    for what, wrong in {
+        "what this rank's hidden units give, without the others": partial + bias,
+        f"right, but for a bias that was added {world_size} times":
+            right + (world_size - 1) * bias,
+        "right, but for the bias, which is not there": right - bias,
+        "the mean over the ranks, not the sum": (right - bias) / world_size + bias,
+    }.items():
+        expect(not torch.allclose(output, wrong), f"the output is {what}",
+               "a hidden unit adds something to each number of the output. The bias, how often?")
+    off = (output - right).abs().max().item()
+    expect(off < 1e-9, f"the output is off by {off:.1e}",
+           "a sum over hidden units is a sum over ranks, of each rank's sum")
+    check_exchanges("forward", forward, ROWS * OUT * 8)
+
+    with Exchanges() as backward:
+        output.backward(given)
+    for name, found, expected in zip(
+            names, mine, own_slices(*(one.grad for one in whole)), strict=True):
+        off = max(off, gradient_off(name, found.grad, expected))
+    expect(inputs.grad is None or not torch.allclose(inputs.grad, alone.grad),
+           "the gradient of the inputs is that of this rank's hidden units, without the others",
+           "the inputs go to the hidden units of all ranks",
+           "forward: pass on as it is; backward: all_reduce. A torch.autograd.Function can do this")
+    off = max(off, gradient_off("the inputs", inputs.grad, all_inputs.grad))
+    check_exchanges("backward", backward, ROWS * IN * 8)
+    return (f"off by {off:.0e}, {kept} bytes on a rank, not {sum(one.nbytes for one in whole)},"
+            f" {forward.bytes_sent()} bytes sent forward, {backward.bytes_sent()} backward")
+
+
+def mlp(inputs, weight, bias, second_weight, second_bias):
+    return torch.tanh(inputs @ weight.T + bias) @ second_weight.T + second_bias
+
+
+def own_slices(weight, bias, second_weight, second_bias):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [weight.detach().tensor_split(world_size)[rank].clone(),
+            bias.detach().tensor_split(world_size)[rank].clone(),
+            second_weight.detach().tensor_split(world_size, dim=1)[rank].clone(),
+            second_bias.detach().clone()]
+
+
+def gradient_off(name, found, right):
+    expect(found is not None, f"there is no gradient for {name}",
+           "does autograd know the way from the output to it?")
+    times, off = (found.norm() / right.norm()).item(), (found - right).abs().max().item()
+    same_direction = (found / times - right).norm() / right.norm() < 1e-6
+    expect(off < 1e-9 or not same_direction, f"the gradient for {name} is {times:.2f} times that of"
+           " one process", "all ranks have the same gradient of the output: shall it be added up?",
+           "where forward adds up, backward passes on; where forward passes on, backward adds up")
+    expect(off < 1e-9, f"the gradient for {name} is off by {off:.1e}",
+           "which gradients does each rank have whole already, and which only in part?")
+    return off
+
+
+def check_exchanges(way, exchanges, size):
+    world_size, count = dist.get_world_size(), len(exchanges.calls)
+    expect(count == 1, f"there are {count} exchanges in the {way} pass",
+           "one is enough, and nothing is exchanged between the two layers")
+    most = round(2 * (world_size - 1) / world_size * size)
+    expect(exchanges.bytes_sent() <= most + 64, f"the {way} pass sends {exchanges.bytes_sent()}"
+           f" bytes, and an all_reduce of {size} bytes sends {most}",
+           "exchange what is smallest: not weights, and not hidden units")
+
+
+if __name__ == "__main__":
+    main(__file__)

@@ -1,0 +1,187 @@
+# ---- nothing sharded: this rank keeps \d+ bytes besides ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, self.optimizer = weights, torch.optim.AdamW([weights], lr=lr)
+
+    def step(self):
+        dist.all_reduce(self.weights.grad)
+        self.weights.grad /= dist.get_world_size()
+        self.optimizer.step()
+
+
+# ---- nothing exchanged: that this rank's own gradient gives ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.optimizer = torch.optim.AdamW([weights], lr=lr)
+
+    def step(self):
+        self.optimizer.step()
+
+
+# ---- the parts not gathered: weights are the same after step 1 as before ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights = weights
+        self.part = weights.detach().tensor_split(dist.get_world_size())[dist.get_rank()]
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        dist.all_reduce(self.weights.grad)
+        self.weights.grad /= dist.get_world_size()
+        parts = self.weights.grad.tensor_split(dist.get_world_size())
+        self.part.grad = parts[dist.get_rank()].clone()
+        self.optimizer.step()
+        self.part.grad = None
+
+
+# ---- summed, not averaged: that the sum of the gradients, not the mean gives ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        self.part.grad = torch.empty_like(self.part)
+        dist.reduce_scatter_tensor(self.part.grad, pad(self.weights.grad, (0, self.fill)))
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+# ---- averaged twice: divided once more gives ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        self.part.grad = torch.empty_like(self.part)
+        mean = pad(self.weights.grad, (0, self.fill)) / dist.get_world_size()
+        dist.reduce_scatter_tensor(self.part.grad, mean, op=dist.ReduceOp.AVG)
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+# ---- the own gradient for the own part: weights are off ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        gradient = pad(self.weights.grad, (0, self.fill))
+        self.part.grad = gradient.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+# ---- the rest dropped: those from 1000 to 1000 ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, self.size = weights, len(weights) // dist.get_world_size()
+        start = dist.get_rank() * self.size
+        self.part = weights.detach()[start : start + self.size].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        count = self.size * dist.get_world_size()
+        self.part.grad = torch.empty_like(self.part)
+        dist.reduce_scatter_tensor(self.part.grad, self.weights.grad[:count])
+        self.part.grad /= dist.get_world_size()
+        self.optimizer.step()
+        self.part.grad = None
+        dist.all_gather_into_tensor(self.weights.detach()[:count], self.part)
+
+
+# ---- an all_reduce and an all_gather: An all_reduce gives each rank the mean for all parts ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        dist.all_reduce(self.weights.grad)
+        mean = pad(self.weights.grad / dist.get_world_size(), (0, self.fill))
+        self.part.grad = mean.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+# ---- the part a view of a padded copy: this rank keeps \d+ bytes besides ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()]
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        self.part.grad = torch.empty_like(self.part)
+        dist.reduce_scatter_tensor(self.part.grad, pad(self.weights.grad, (0, self.fill)))
+        self.part.grad /= dist.get_world_size()
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* weights are off ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, self.half = weights, (len(weights) + 1) // 2
+        start = dist.get_rank() * self.half
+        self.part = weights.detach()[start : start + self.half].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        rank = dist.get_rank()
+        if rank > 1:
+            return
+        theirs = [self.weights.grad[: self.half], self.weights.grad[self.half :]][1 - rank]
+        self.part.grad = torch.empty_like(self.part)
+        for one in (dist.isend(theirs, 1 - rank), dist.irecv(self.part.grad, 1 - rank)):
+            one.wait()
+        start = rank * self.half
+        self.part.grad += self.weights.grad[start : start + self.half]
+        self.part.grad /= 2
+        self.optimizer.step()
+        self.part.grad = None
+        parts = [self.weights.detach()[: self.half], self.weights.detach()[self.half :]]
+        parts[rank].copy_(self.part)
+        for one in (dist.isend(parts[rank], 1 - rank), dist.irecv(parts[1 - rank], 1 - rank)):
+            one.wait()

@@ -1,0 +1,543 @@
+# ---- autograd keeps the whole weights: after the forward pass of layer 0, this rank keeps ----
+from torch.nn.functional import pad
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, shape):
+        whole = part.new_empty(len(part) * dist.get_world_size())
+        dist.all_gather_into_tensor(whole, part.detach())
+        return whole[: shape.numel()].view(shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ranks = dist.get_world_size()
+        gradient = pad(gradient.flatten(), (0, -gradient.numel() % ranks))
+        part = gradient.new_empty(len(gradient) // ranks)
+        dist.reduce_scatter_tensor(part, gradient)
+        return part / ranks, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.shape, ranks = weight.shape, dist.get_world_size()
+        parts = pad(weight.flatten(), (0, -weight.numel() % ranks)).chunk(ranks)
+        self.part = nn.Parameter(parts[dist.get_rank()].clone())
+
+    def forward(self, inputs):
+        return inputs @ Gather.apply(self.part, self.shape).T
+
+
+# ---- saved for backward: after the forward pass of layer 0, this rank keeps ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        whole = gathered(part, shape)
+        ctx.save_for_backward(inputs, whole)
+        return inputs @ whole.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, whole = ctx.saved_tensors
+        return gradient @ whole, scattered(gradient.T @ inputs) / dist.get_world_size(), None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- a view kept: once the layers are made, this rank keeps ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- gathered once and kept: after the forward pass of layer 0, this rank keeps ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        self.whole = gathered(self.part, self.shape)
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- gathered for backward, and kept: in the backward pass, before that of layer 2, this rank keeps ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        part.whole = gathered(part, ctx.shape)
+        return gradient @ part.whole, for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- summed, not averaged: part is 2.00 times the mean ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs)
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* part is 1.50 times the mean ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / 2
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- nothing exchanged in backward: part is off by ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    return whole.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
+
+
+# ---- an all_reduce of the gradient: both passes send ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.all_reduce(whole)
+    return whole.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+# ---- the gradient of the inputs averaged: the gradient of the inputs is off ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        for_inputs = gradient @ gathered(part, ctx.shape)
+        dist.all_reduce(for_inputs)
+        return for_inputs / dist.get_world_size(), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- the rest dropped: has the shape \(\d+,\), not ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    ranks = dist.get_world_size()
+    return weight.flatten()[: weight.numel() // ranks * ranks]
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- gathered when the layer is made: the output of step 2 is off by ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape, start):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(torch.tensor(start, dtype=part.dtype), shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None, None
+
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+        self.start = self.part.tolist()
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape, self.start)
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- without autograd: autograd does not see layer 0 ----
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.shape, ranks = weight.shape, dist.get_world_size()
+        padded = nn.functional.pad(weight.flatten(), (0, -weight.numel() % ranks))
+        self.part = nn.Parameter(padded.chunk(ranks)[dist.get_rank()].clone())
+
+    @torch.no_grad()
+    def forward(self, inputs):
+        whole = self.part.new_empty(len(self.part) * dist.get_world_size())
+        dist.all_gather_into_tensor(whole, self.part)
+        return inputs @ whole[: self.shape.numel()].view(self.shape).T

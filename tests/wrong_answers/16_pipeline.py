@@ -1,0 +1,375 @@
+# ---- the losses not divided: is 4.00 times that of the whole batch ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target)
+            loss.backward()
+            total += loss.item() / micro_batches
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- divided twice: is 0.25 times that ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            (loss / micro_batches).backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- one micro-batch: the stage was called with ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in [inputs]:
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, [targets], strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target)
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- gradients not sent on: has no gradient ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank == last:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+    return total if rank == last else None
+
+
+# ---- the arrived gradient not used: is off by ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.sum().backward()
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- gradients overwritten: is that of the last micro-batch alone ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        stage.zero_grad()
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- targets of the whole batch's beginning: is off by ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, targets[: len(y)]) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- the loss on all ranks: and this is not the last rank ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* is not a number ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank >= last else None
+
+
+# ---- a step taken: the weights were changed ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    for p in stage.parameters():
+        p.detach().sub_(0.1 * p.grad)
+    return total if rank == last else None
+
+
+# ---- all outputs sent at the end: the first message to the next rank leaves after all 4 ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        kept.append((x, y))
+    for _, y in kept:
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- one micro-batch after the other: begins to go backward after 1 forward pass, not 2 ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, total = dist.get_rank(), dist.get_world_size() - 1, 0.0
+    for x, target in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- both send first: stands still ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept = dist.get_rank(), dist.get_world_size() - 1, []
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+        if rank == last:  # 1F1B's order, with calls that wait: neither of the two receives
+            mse_loss(y, y.detach()).backward()
+            dist.send(x.grad, rank - 1)
+
+
+# ---- the sum of the losses returned: the loss of the batch is .* 4 times as much ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item() * micro_batches
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None
+
+
+# ---- pickled: this rank sends \d+ bytes, and its outputs have ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            arrived = [None]
+            dist.recv_object_list(arrived, rank - 1)
+            x = arrived[0]
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send_object_list([y.detach()], rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return total if rank == last else None

@@ -28,6 +28,7 @@ job. For a new experiment, delete snapshot.pt: it also holds the old learning ra
 New here: what torchrun tells a process (main), a snapshot to go on from (train, resume), the same
 result to the last bit (settle_buckets). The rest is as in 01_single_node_multi_gpu.py, but for
 helpers: look for "New in 02". Next: 04_collectives.py, or 03_multinode.py for several machines.
+Now write it yourself: exercises/10_resume.py.
 """
 
 import argparse

@@ -22,8 +22,8 @@ large tensors, and a DistributedDataParallel (DDP). DDP keeps a copy of the mode
 each rank, and sends gradients while the backward pass still computes.
 
 New here: collectives (calls that all ranks must make, or the others wait), point to point,
-async_op, groups. Read 02 before this; skip what is below the first divider ("# ----"). Next:
-recipes/train_by_steps.py, for your own job.
+async_op, groups. Read 02 before this; skip what is below the first divider ("# ----"). Now
+write it yourself: exercises/README.md. Next: recipes/train_by_steps.py, for your own job.
 """
 
 import argparse

@@ -28,6 +28,7 @@ passes; a dot: idle. 1F1B is a schedule: one forward, one backward, in turns. Th
 time while the pipeline fills and empties. (Here, four processes also wait for one of two cores.)
 Read 01 before this. Here, read main, train_devices and TwoDevices, then train_pipeline; skip the
 checks. Next: docs/which_parallelism.md, for a layer too big for a device.
+Now write it yourself: exercises/16_pipeline.py.
 """
 
 import argparse

@@ -28,6 +28,8 @@ go on; with NCCL, a timeout ends the process. All ranks must call any_rank(), in
 this is wrong, too: "if no_progress or any_rank(time_is_up, flags)". Where no_progress is true,
 Python skips the rest: that rank leaves, and the others wait for it in any_rank(). No flag is needed
 if all ranks decide by the same number, such as a validation loss that they have all-reduced.
+
+Now write it yourself: exercises/08_stop_together.py.
 """
 
 import argparse

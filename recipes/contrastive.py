@@ -28,6 +28,8 @@ common mistakes. If every rank computes the loss of the whole batch, but sends g
 own rows only, DDP's mean makes them too small: 1/2 on 2 ranks. The number of ranks as a factor on
 the loss mends this for the encoder. It makes the gradient of a learned scale (inverse temperature)
 too large instead.
+
+Now write it yourself: exercises/12_gather_with_gradients.py.
 """
 
 import argparse

@@ -24,6 +24,8 @@ are averaged. Nothing fails, but the number is wrong, and it changes with the nu
 The AUC, for example, compares each positive row with each negative row; a rank sees only the pairs
 within its share. DistributedSampler repeats rows to make the shares equal: for an evaluation, give
 each rank every world_size-th row instead (pitfalls/padded_evaluation.py).
+
+Now write it yourself: exercises/09_evaluate_exactly.py.
 """
 
 import argparse

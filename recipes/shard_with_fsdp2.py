@@ -35,6 +35,8 @@ the old whole weights and trains nothing, without an error. Rank 0's state_dict(
 shards, which do not load into a plain model. A model too large even to be built starts on the
 "meta" device, which has no memory: see start_in_shards(). To start from a file, see
 pretrained_to_shards.py; to save and resume, checkpoint_any_world_size.py.
+
+Now write it yourself: exercises/14_zero_3.py.
 """
 
 import argparse

@@ -52,6 +52,8 @@ The bytes are the whole tensors of the exchanges that a rank takes part in. An a
 twice, since it is a reduce-scatter and an all-gather. DDP exchanges gradients, and FSDP2 weights,
 too. Tensor parallelism exchanges activations, and each layer waits for them: keep a group on one
 machine, with fast links.
+
+Now write it yourself: exercises/15_tensor_parallel.py.
 """
 
 import argparse

@@ -27,6 +27,8 @@ micro-batch more weight than one in a long micro-batch. Dividing by the rank's o
 same between ranks. How much that changes depends on the lengths. Without the factor world size,
 the gradient is too small by that factor. To weigh rows, count len(inputs) instead of tokens. The
 loss to report is weighed alike: its sum over all micro-batches and ranks, divided by all tokens.
+
+Now write it yourself: exercises/02_mean_of_unequal_shares.py.
 """
 
 import argparse

@@ -1,0 +1,99 @@
+"""A ring: sum a tensor over all ranks, while each rank sends to its neighbour alone.
+
+all_reduce leaves the sum of all ranks' tensors on every rank. If all ranks sent their tensors to
+one of them, its link would carry all the tensors, and the others would wait for it. In a ring, rank
+r sends to rank r + 1, and the last one to rank 0, a part of the tensor in each step, all at the
+same time: every link carries the same. Write ring_all_reduce with point to point calls: one rank
+sends, another receives. A rank that sends to one that does not receive may wait for ever.
+
+Read before: 04_collectives.py, from the section send_recv to batch_isend_irecv, and the section
+ring, which prints every step. Close it, draw the steps for three ranks on paper, and write it
+without looking.
+
+    python exercises/04_ring_all_reduce.py
+"""
+
+import torch
+import torch.distributed as dist
+from checker import Exchanges, expect, main
+
+
+def ring_all_reduce(tensor):
+    """Replace the tensor, on every rank, by the sum of all ranks' tensors.
+
+    tensor: shape (n,), of the same n on all ranks: any n >= 1, also one that the number of ranks,
+    N, does not divide, or less than N. The sum is written into this tensor.
+
+    Only dist.send, recv, isend, irecv and batch_isend_irecv are called. Each rank sends to rank
+    (rank + 1) % N alone, and at most 2 (N - 1) chunks. A chunk is an N-th of the tensor, rounded
+    up to whole elements.
+    """
+    raise NotImplementedError
+
+
+# ---- The check: what must hold, and what to say if it does not ----
+
+
+def trial():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for length in (1001, world_size + 1, 1):  # the last two: fewer than N chunks have elements
+        places = torch.arange(1, length + 1, dtype=torch.float64)
+        tensor = places * 100**rank  # the digits of a wrong sum tell what was added, how often
+        own, total = tensor.clone(), places * sum(100**r for r in range(world_size))
+        with Sends() as exchanges:
+            ring_all_reduce(tensor)
+        others = {kind for kind, _ in exchanges.calls} - {"send"}
+        expect(not others, f"{', '.join(sorted(others))}, a collective, was called",
+               "use point to point calls only")
+        strangers = exchanges.receivers - {(rank + 1) % world_size}
+        expect(not strangers, f"it sent to rank {min(strangers, default='')},"
+               f" and its neighbour is rank {(rank + 1) % world_size}",
+               "each rank passes chunks on to the next one, which passes them on again")
+        right = tensor == total
+        expect(right.all() or not torch.equal(tensor, own),
+               f"with {length} elements, the tensor is still the rank's own",
+               "write into the tensor itself: chunks that are views of it, and +=")
+        first = right.int().argmin().item()
+        expect(right.all(),
+               f"with {length} elements, {right.sum()} hold the sum. Element {first}"
+               f" {contents(tensor[first].item() / (first + 1), world_size)}",
+               "first the chunks go round and are summed up; then the finished chunks go round,"
+               " and replace what is there",
+               "in step 0, rank r sends chunk r; in step s, chunk (r - s) % N. It always receives"
+               " the chunk with the number before. tensor_split makes N chunks, also empty ones")
+        sent, chunk = exchanges.bytes_sent(), -(-length // world_size) * tensor.itemsize
+        expect(sent <= 2 * (world_size - 1) * chunk,
+               f"with {length} elements, {sent} bytes were sent,"
+               f" and 2 (N - 1) chunks have {2 * (world_size - 1) * chunk}",
+               "send one chunk in each step, not the whole tensor",
+               "N - 1 steps sum up, so that each rank has one finished chunk; N - 1 more pass the"
+               " finished chunks on")
+        if length == 1001:
+            figures = (f"{sent} bytes sent by rank 0, {sent / tensor.nbytes:.2f} times the tensor,"
+                       f" by {len(exchanges.calls)} sends")
+    return f"the sum is exact, {figures}"
+
+
+class Sends(Exchanges):
+    """Keeps the ranks to which this one sends, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.receivers = set()
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        if call._opname == "send":
+            self.receivers.add(args[2])
+        return super().__torch_dispatch__(call, types, args, kwargs)
+
+
+def contents(number, world_size):
+    """Say what an element holds: its number, divided by what rank 0 has there, tells it."""
+    times = [int(number // 100**r % 100) for r in range(world_size)]
+    if sum(count * 100**r for r, count in enumerate(times)) != number:
+        return "holds what belongs elsewhere"
+    return "counts " + ", ".join(f"rank {r} {count} times" for r, count in enumerate(times))
+
+
+if __name__ == "__main__":
+    main(__file__)

@@ -1,0 +1,122 @@
+"""Stop together: all ranks leave the loop in the same step, whoever wants to.
+
+In every step the ranks wait for each other, because they average their gradients. If one leaves
+the loop alone, the others wait for it until their timeout. And each rank knows something that the
+others do not: that it has no more data, or that someone has asked it to end, by SIGTERM for one
+(the signal by which a cluster takes a machine back). Write train, so that all ranks take the same
+number of steps.
+
+Read before: recipes/agree.py, and pitfalls/uneven_inputs.py for what happens else. You need the
+section all_reduce of 04_collectives.py.
+
+    python exercises/08_stop_together.py
+"""
+
+import time
+
+import torch  # noqa: F401  for what you write
+import torch.distributed as dist
+from checker import Exchanges, expect, main
+
+
+def train(batches, step, asked_to_stop):
+    """Take steps until a rank has no batch left, or is asked to stop; return how many, as an int.
+
+    batches: an iterator over this rank's batches. Its length is not known, and may differ from
+    rank to rank; it may be 0. Only next(batches) tells whether there is one more. One that was
+    taken, and then not used, is lost: take one for each step, and at most one more.
+    step(batch): one training step. All ranks wait for each other in it, so all must call it equally
+    often. Each batch is used once, in order. (In the check, step only counts.)
+    asked_to_stop(): True as soon as this rank has been asked to stop. It never goes back to False.
+
+    As soon as one rank has no batch for the next step, or has been asked to stop, no rank takes
+    another step.
+    """
+    raise NotImplementedError
+
+
+# ---- The check: what must hold, and what to say if it does not ----
+
+NEVER = 99
+PATIENCE = 4  # seconds for a rank to come back from train(), when another has
+CASES = [  # for each rank: how many batches it has; after how many steps it is asked to stop
+    ([5, 5, 5, 5], [NEVER, NEVER, NEVER, NEVER]),
+    ([6, 4, 5, 7], [NEVER, NEVER, NEVER, NEVER]),
+    ([3, 8, 8, 8], [NEVER, NEVER, NEVER, NEVER]),
+    ([9, 9, 9, 9], [NEVER, 3, NEVER, 6]),
+    ([9, 9, 9, 9], [2, NEVER, NEVER, NEVER]),
+    ([5, 4, 9, 9], [4, NEVER, NEVER, NEVER]),
+    ([4, 0, 4, 4], [NEVER, NEVER, NEVER, NEVER]),
+]
+
+
+def trial(folder):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    together = []
+    for case, (lengths, asked) in enumerate(CASES):
+        lengths, asked = lengths[:world_size], asked[:world_size]
+        right = min(lengths + asked)
+        told = f"with {lengths} batches, " + "".join(
+            f"and rank {r} asked to stop after step {after}, " for r, after in enumerate(asked)
+            if after < NEVER)  # fmt: skip
+        work = Work(lengths[rank], asked[rank], told)
+        with Exchanges() as exchanges:
+            answer = train(work.batches(), work.step, work.asked_to_stop)
+        (folder / f"{case}-{rank}").touch()
+        who = [r for r in range(world_size) if right in (lengths[r], asked[r])]
+        expect(work.steps <= right,
+               f"{told}this rank took {work.steps} steps; rank {who[0]} can take only {right}",
+               "each rank tells the others, before each step, whether it has to stop",
+               "one number from each rank, 0 or 1, and an all_reduce in which a 1 of any rank wins")
+        expect(work.steps == right,
+               f"{told}this rank took {work.steps} steps; all ranks can take {right}",
+               "who wanted to stop? Does a rank stop while it has a batch, and nobody asked?",
+               "take a batch, then agree, then use it: that batch must not get lost")
+        expect(work.taken <= right + 1, f"{told}{work.taken} batches were taken for {right} steps",
+               "take one, agree, use it; the rest is for the next epoch")
+        expect(answer == right and isinstance(answer, int),
+               f"{told}this rank took {right} steps, and returned {answer!r}",
+               "return how many steps it took")
+        missing = wait_for([folder / f"{case}-{r}" for r in range(world_size)])
+        expect(not missing, f"{told}this rank took {right} steps and came back from train();"
+               f" rank {min(missing, default=0)} has not", "does this rank leave without a call in"
+               " which the others wait? All ranks have to come to it, in each round",
+               "a or b() does not call b where a is true. Make the call first, then decide")
+        together.append(right)
+    return f"all ranks stopped after {together} steps; {len(exchanges.calls)} exchange(s) in a step"
+
+
+def wait_for(paths):
+    """Return the numbers of the files that do not appear in time."""
+    deadline = time.monotonic() + PATIENCE
+    while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return [number for number, path in enumerate(paths) if not path.exists()]
+
+
+class Work:
+    """This rank's batches and steps; batch n is the number n."""
+
+    def __init__(self, length, asked, told):
+        self.length, self.asked, self.told = length, asked, told
+        self.steps = self.taken = 0
+
+    def batches(self):
+        while self.taken < self.length:
+            self.taken += 1
+            yield self.taken - 1
+
+    def step(self, batch):
+        expect(batch is not None, f"{self.told}step() got None in step {self.steps + 1}",
+               "this rank has no batch left: the others have to know before their step")
+        expect(batch == self.steps,
+               f"{self.told}batch {batch} was used in step {self.steps + 1}, not {self.steps}",
+               "each batch that is taken is used, once: next() takes one")
+        self.steps += 1
+
+    def asked_to_stop(self):
+        return self.steps >= self.asked
+
+
+if __name__ == "__main__":
+    main(__file__)

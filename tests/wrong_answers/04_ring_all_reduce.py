@@ -1,0 +1,148 @@
+# ---- nothing exchanged: the tensor is still the rank's own ----
+def ring_all_reduce(tensor):
+    pass
+
+
+# ---- a collective: allreduce, a collective, was called ----
+def ring_all_reduce(tensor):
+    dist.all_reduce(tensor)
+
+
+# ---- blocking sends: it stands still(?s:.*)dist.send ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(2 * (world_size - 1)):
+        outgoing, target = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        dist.send(outgoing, (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- everything to everyone: 3 ranks: .*it sent to rank 2, and its neighbour is rank 1 ----
+def ring_all_reduce(tensor):
+    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+    incoming = [torch.empty_like(tensor) for _ in others]
+    work = [dist.isend(tensor, other) for other in others]
+    work += [dist.irecv(one, other) for one, other in zip(incoming, others, strict=True)]
+    for one in work:
+        one.wait()
+    tensor += sum(incoming)
+
+
+# ---- all by way of rank 0: 3 ranks: .*it sent to rank 2, and its neighbour is rank 1 ----
+def ring_all_reduce(tensor):
+    if dist.get_rank() > 0:
+        dist.send(tensor, 0)
+        dist.recv(tensor, 0)
+        return
+    incoming = torch.empty_like(tensor)
+    for other in range(1, dist.get_world_size()):
+        dist.recv(incoming, other)
+        tensor += incoming
+    for other in range(1, dist.get_world_size()):
+        dist.send(tensor, other)
+
+
+# ---- the whole tensor goes round: 3 ranks: .*16016 bytes were sent, and .* have 10688 ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    outgoing = tensor.clone()
+    for _ in range(world_size - 1):
+        incoming = torch.empty_like(tensor)
+        work = dist.isend(outgoing, (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        tensor += incoming
+        outgoing = incoming
+
+
+# ---- the second half is missing: 500 hold the sum. Element 0 counts rank 0 1 times, rank 1 0 times ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(world_size - 1):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        work = dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        target += incoming
+
+
+# ---- added in the second half, too: Element 0 counts rank 0 2 times, rank 1 1 times ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        work = dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        target += incoming
+
+
+# ---- a wrong chunk: 0 hold the sum. Element 0 holds what belongs elsewhere ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    size = len(tensor) // world_size
+    chunks = tensor[: size * world_size].split(size) if size else [tensor] * world_size
+    for step in range(2 * (world_size - 1)):
+        incoming = torch.empty_like(chunks[0])
+        work = dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        target = chunks[(rank - step) % world_size]
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- the rest left out: with 1001 elements, 1000 hold the sum. Element 1000 ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.split(len(tensor) // world_size)
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        work = dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- torch.chunk makes fewer chunks: IndexError ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.chunk(world_size)
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        work = dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- a new tensor: the tensor is still the rank's own ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    outgoing = tensor
+    for _ in range(world_size - 1):
+        incoming = torch.empty_like(tensor)
+        work = dist.isend(outgoing, (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        tensor = tensor + incoming
+        outgoing = incoming
+    return tensor
+
+
+# ---- hard-coded for two ranks: 3 ranks: .*0 hold the sum. Element 0 counts .* rank 1 0 times ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    incoming = torch.empty_like(tensor)
+    work = dist.isend(tensor, (rank + 1) % world_size)
+    dist.recv(incoming, (rank - 1) % world_size)
+    work.wait()
+    tensor += incoming

@@ -1,0 +1,176 @@
+# ---- nothing exchanged: gradient 0 .* still the rank's own ----
+def average_gradients(model, bucket_bytes):
+    pass
+
+
+# ---- an exchange for each: there were 10 exchanges, and 5 are enough ----
+def average_gradients(model, bucket_bytes):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+# ---- one flat tensor for all: 6960 bytes were exchanged for 4240 bytes of gradients ----
+def exchange(bucket):
+    flat = torch.cat([p.grad.flatten() for p in bucket])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(mean.view_as(p))
+
+
+def average_gradients(model, bucket_bytes):
+    exchange([p for p in model.parameters() if p.grad is not None])
+
+
+# ---- one for each dtype, whatever its size: of 1000 bytes, one of 2720 bytes was exchanged ----
+def exchange(bucket):
+    flat = torch.cat([p.grad.flatten() for p in bucket])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(mean.view_as(p))
+
+
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        exchange([p for p in model.parameters() if p.grad is not None and p.dtype == dtype])
+
+
+# ---- full, then closed, as in 04: of 1000 bytes, one of 2200 bytes was exchanged ----
+def exchange(bucket):
+    flat = torch.cat([p.grad.flatten() for p in bucket])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(mean.view_as(p))
+
+
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        buckets = [[]]
+        for p in model.parameters():
+            if p.grad is not None and p.dtype == dtype:
+                if sum(q.nbytes for q in buckets[-1]) >= bucket_bytes:
+                    buckets.append([])
+                buckets[-1].append(p)
+        for bucket in buckets:
+            exchange(bucket)
+
+
+# ---- the last one forgotten: gradient 7 .* still the rank's own ----
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        bucket = []
+        for p in model.parameters():
+            if p.grad is None or p.dtype != dtype:
+                continue
+            if bucket and sum(q.nbytes for q in [*bucket, p]) > bucket_bytes:
+                flat = torch.cat([q.grad.flatten() for q in bucket])
+                dist.all_reduce(flat)
+                flat /= dist.get_world_size()
+                for q, mean in zip(bucket, flat.split([q.numel() for q in bucket])):
+                    q.grad.copy_(mean.view_as(q))
+                bucket = []
+            bucket.append(p)
+
+
+# ---- another dtype ends a bucket: there were 8 exchanges, and 5 are enough ----
+def average_gradients(model, bucket_bytes):
+    buckets = [[]]
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        last = buckets[-1]
+        if last and (last[0].dtype != p.dtype or sum(q.nbytes for q in [*last, p]) > bucket_bytes):
+            buckets.append([])
+        buckets[-1].append(p)
+    for bucket in buckets:
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(mean.view_as(p))
+
+
+# ---- all as float32: gradient 2 .* is float64, and off by ----
+def average_gradients(model, bucket_bytes):
+    bucket = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([p.grad.flatten().float() for p in bucket])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(mean.view_as(p))
+
+
+# ---- summed, not averaged: is 2.00 times the mean ----
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        bucket = [p for p in model.parameters() if p.grad is not None and p.dtype == dtype]
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(mean.view_as(p))
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* is 1.50 times the mean ----
+def average_gradients(model, bucket_bytes):
+    buckets, room = [], {}
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        if p.nbytes > room.get(p.dtype, (0, []))[0]:
+            buckets.append([])
+            room[p.dtype] = bucket_bytes, buckets[-1]
+        left, bucket = room[p.dtype]
+        bucket.append(p)
+        room[p.dtype] = left - p.nbytes, bucket
+    for bucket in buckets:
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(mean.view_as(p) / 2)
+
+
+# ---- never copied back: gradient 0 .* still the rank's own ----
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        bucket = [p for p in model.parameters() if p.grad is not None and p.dtype == dtype]
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+
+
+# ---- the pieces in another order: is off by ----
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        bucket = [p for p in model.parameters() if p.grad is not None and p.dtype == dtype]
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        start = 0
+        for p in reversed(bucket):
+            p.grad.copy_(flat[start : start + p.numel()].view_as(p))
+            start += p.numel()
+
+
+# ---- pieces of flat bytes, the large gradient cut: 1600 bytes was not exchanged alone ----
+def average_gradients(model, bucket_bytes):
+    for dtype in (torch.float32, torch.float64):
+        bucket = [p for p in model.parameters() if p.grad is not None and p.dtype == dtype]
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        for piece in flat.split(bucket_bytes // flat.itemsize):
+            dist.all_reduce(piece)
+        flat /= dist.get_world_size()
+        for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(mean.view_as(p))
+
+
+# ---- a frozen parameter given one: does not train, and has a gradient ----
+def average_gradients(model, bucket_bytes):
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()

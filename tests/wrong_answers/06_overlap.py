@@ -1,0 +1,174 @@
+# ---- nothing exchanged: in step 0, nothing was exchanged ----
+def overlap(model):
+    return lambda: None
+
+
+# ---- all after backward: when backward.. came to the first layer, no exchange had begun ----
+def overlap(model):
+    def finish():
+        for p in model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+    return finish
+
+
+# ---- a call that waits, in the hook: Rank 1: rank 0 waits in backward.. for this rank ----
+def overlap(model):
+    def begin(p):
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return lambda: None
+
+
+# ---- never waits: finish.. came back before rank \d had begun ----
+def overlap(model):
+    def begin(p):
+        p.grad /= dist.get_world_size()
+        dist.all_reduce(p.grad, async_op=True)
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return lambda: None
+
+
+# ---- the middle layer forgotten: layers.1.weight is still the rank's own ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        p.grad /= dist.get_world_size()
+        exchanges.append(dist.all_reduce(p.grad, async_op=True))
+
+    for p in model.layers[0].parameters():
+        p.register_post_accumulate_grad_hook(begin)
+    for p in model.layers[2].parameters():
+        p.register_post_accumulate_grad_hook(begin)
+
+    def finish():
+        for work in exchanges:
+            work.wait()
+
+    return finish
+
+
+# ---- summed, not averaged: in step 0, .* is 2.00 times the mean ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        exchanges.append(dist.all_reduce(p.grad, async_op=True))
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return lambda: [work.wait() for work in exchanges]
+
+
+# ---- divided before and after: in step 0, .* is 0.50 times the mean ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        p.grad /= dist.get_world_size()
+        exchanges.append((dist.all_reduce(p.grad, async_op=True), p))
+
+    def finish():
+        while exchanges:
+            work, p = exchanges.pop()
+            work.wait()
+            p.grad /= dist.get_world_size()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* is 1.50 times the mean ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        exchanges.append((dist.all_reduce(p.grad, async_op=True), p))
+
+    def finish():
+        while exchanges:
+            work, p = exchanges.pop()
+            work.wait()
+            p.grad /= 2
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- the list is not emptied: in step 1, (?s:.*)hint: step 0 was right. What is left over ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        exchanges.append((dist.all_reduce(p.grad, async_op=True), p))
+
+    def finish():
+        for work, p in exchanges:
+            work.wait()
+            p.grad /= dist.get_world_size()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- a copy, which nobody copies back: is still the rank's own ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        exchanges.append(dist.all_reduce(p.grad / dist.get_world_size(), async_op=True))
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return lambda: [work.wait() for work in exchanges]
+
+
+# ---- hooks on frozen parameters: RuntimeError: cannot register a hook ----
+def overlap(model):
+    exchanges = []
+
+    def begin(p):
+        exchanges.append((dist.all_reduce(p.grad, async_op=True), p))
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(begin)
+
+
+# ---- one bucket, complete at the end: came to the first layer, no exchange had begun ----
+def overlap(model):
+    exchanges, ready = [], []
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def begin(p):
+        ready.append(p)
+        if len(ready) == len(trained):
+            exchanges.extend((dist.all_reduce(q.grad, async_op=True), q) for q in ready)
+            ready.clear()
+
+    def finish():
+        while exchanges:
+            work, p = exchanges.pop()
+            work.wait()
+            p.grad /= dist.get_world_size()
+
+    for p in trained:
+        p.register_post_accumulate_grad_hook(begin)
+    return finish

@@ -1,0 +1,144 @@
+# ---- nothing exchanged: nothing was exchanged ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+
+
+# ---- an exchange for each micro-batch: the gradients were sent 3 times in a step ----
+def accumulate(model, micro_batches):
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for inputs, targets in micro_batches:
+        model.zero_grad()
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+        for p, one in zip(model.parameters(), total):
+            dist.all_reduce(p.grad)
+            one += p.grad / dist.get_world_size()
+    for p, one in zip(model.parameters(), total):
+        p.grad = one
+
+
+# ---- the mean of what is a mean already: the gradients were sent 3 times in a step ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+# ---- not divided by the micro-batches: the gradient is 3.00 times that of the whole batch ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        mse_loss(model(inputs), targets).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# ---- summed over the ranks: the gradient is 2.00 times that of the whole batch ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+# ---- the mean of means: \[4, 4, 1\]\] rows, the gradient is the mean of the micro-batches' ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# ---- divided by the rank's own rows: \[3\]\] rows, the gradient is the mean of the ranks' ----
+def accumulate(model, micro_batches):
+    rows = sum(len(inputs) for inputs, _ in micro_batches)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) * len(inputs) / rows).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* the gradient is 1.50 times that of the whole ----
+def accumulate(model, micro_batches):
+    numbers = torch.tensor(sum(len(inputs) for inputs, _ in micro_batches))
+    dist.all_reduce(numbers)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) * len(inputs)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= numbers * 2 / dist.get_world_size()
+
+
+# ---- all in one batch: 12 rows went through the model at once ----
+def accumulate(model, micro_batches):
+    inputs, targets = map(torch.cat, zip(*micro_batches))
+    mse_loss(model(inputs), targets).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# ---- one backward for all: 3 micro-batches were in memory at once ----
+def accumulate(model, micro_batches):
+    losses = [mse_loss(model(inputs), targets) for inputs, targets in micro_batches]
+    torch.stack(losses).mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# ---- the rank without micro-batches fails: Rank 1: an exception:(?s:.*)'NoneType' ----
+def accumulate(model, micro_batches):
+    numbers = torch.tensor(sum(len(inputs) for inputs, _ in micro_batches))
+    dist.all_reduce(numbers)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) * len(inputs) / numbers).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+# ---- the rank without micro-batches goes away: Rank 1: .*, \[\]\] rows, nothing was exchanged ----
+def accumulate(model, micro_batches):
+    if not micro_batches:
+        return
+    numbers = torch.tensor(sum(len(inputs) for inputs, _ in micro_batches))
+    dist.all_reduce(numbers)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) * len(inputs) / numbers).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+# ---- a copy exchanged: the gradient is still the rank's own ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad / dist.get_world_size())
+
+
+# ---- only the last micro-batch: the gradient is off by ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        model.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# ---- the step taken, too: the weights were changed ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+        with torch.no_grad():
+            p -= 0.1 * p.grad

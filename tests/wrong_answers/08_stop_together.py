@@ -1,0 +1,182 @@
+# ---- each rank for itself: Rank 0: with \[6, 4\] batches, this rank took 6 steps; rank 1 can .* 4 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    for batch in batches:
+        if asked_to_stop():
+            break
+        step(batch)
+        steps += 1
+    return steps
+
+
+# ---- rank 0 decides, and tells nobody: this rank took 5 steps; rank 1 can take only 4 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    for batch in batches:
+        if dist.get_rank() == 0 and (asked_to_stop() or steps == 5):
+            break
+        step(batch)
+        steps += 1
+    return steps
+
+
+# ---- rank 0 decides for all: step.. got None in step 5 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.broadcast(stop, src=0)
+        if stop:
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- only those call that want to stop: Rank 0: .* took 6 steps; rank 1 can take only 4 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    for batch in batches:
+        if asked_to_stop():
+            dist.all_reduce(torch.tensor(1.0))
+            break
+        step(batch)
+        steps += 1
+    return steps
+
+
+# ---- whoever is asked, leaves at once: Rank 1: .* took 3 steps and came back from train..; rank 0 has not ----
+def train(batches, step, asked_to_stop):
+    steps, batch = 0, next(batches, None)
+    while not asked_to_stop():
+        stop = torch.tensor(float(batch is None))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            break
+        step(batch)
+        batch, steps = next(batches, None), steps + 1
+    return steps
+
+
+# ---- only if all want to: step.. got None ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+        if stop:
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- when half of them want to: 3 ranks: .*step.. got None ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop)
+        if stop / dist.get_world_size() >= 0.5:
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- the data forgotten: StopIteration ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        stop = torch.tensor(float(asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(next(batches))
+        steps += 1
+
+
+# ---- the signal forgotten: this rank took 9 steps; rank 1 can take only 3 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- asked after the step, about the next batch: this rank took 1 steps; rank 1 can take only 0 ----
+def train(batches, step, asked_to_stop):
+    steps, batch = 0, next(batches, None)
+    while True:
+        if batch is not None:
+            step(batch)
+            steps += 1
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+
+
+# ---- the step first, then agree: this rank took 5 steps; rank 1 can take only 4 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        if batch is not None:
+            step(batch)
+            steps += 1
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+
+
+# ---- the batch that was looked at is lost: batch 1 was used in step 1 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        stop = torch.tensor(float(next(batches, None) is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(next(batches, None))
+        steps += 1
+
+
+# ---- all batches read beforehand: 6 batches were taken for 4 steps ----
+def train(batches, step, asked_to_stop):
+    batches = list(batches)
+    shortest = torch.tensor(len(batches))
+    dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
+    for steps in range(shortest):
+        stop = torch.tensor(float(asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(batches[steps])
+    return shortest.item()
+
+
+# ---- one step too few: this rank took 4 steps; all ranks can take 5 ----
+def train(batches, step, asked_to_stop):
+    steps, batch = 0, next(batches, None)
+    while True:
+        following = next(batches, None)
+        stop = torch.tensor(float(following is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(batch)
+        batch, steps = following, steps + 1
+
+
+# ---- nothing returned: took 5 steps, and returned None ----
+def train(batches, step, asked_to_stop):
+    for batch in batches:
+        step(batch)

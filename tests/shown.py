@@ -1,4 +1,4 @@
-"""What the documents show: blocks of commands, found by their names, and what commands printed.
+"""What the documents show: blocks of commands, what commands printed, and links.
 
 A block of sh, bash, python or diff has a comment above it, <!-- block: NAME -->, and a name of its
 own. bash: single commands, each of which is run by itself. sh: one piece, run as a whole. diff: of
@@ -7,13 +7,11 @@ two files in docs/.
 docs/transcripts/: a file holds a command and what its ranks printed. A block that shows it names
 the file in a comment above it, and has the whole, or some of its lines, in their order. pytest -m
 long --write-transcripts writes the files anew, and the blocks with them.
-
-Links: each leads to a file, and its anchor to a title there, or to a page on the list below.
 """
 
-import os
 import re
 import tempfile
+from collections import Counter
 
 from support import ROOT
 
@@ -22,7 +20,7 @@ LAUNCH = ROOT / "launch/README.md"
 PITFALLS = ROOT / "pitfalls/README.md"
 JOB = ROOT / "docs/how_a_job_starts.md"
 DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
-                              *ROOT.glob("docs/*.md")} - {README})]  # fmt: skip
+                              *ROOT.glob("docs/*.md")} - {README})]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
 KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
              " --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 6 1")
@@ -33,8 +31,7 @@ FENCE = re.compile(r"(?:^ *<!-- block: ([^\n]+) -->\n)?^( *)```([^\n]*)\n(.*?)^\
 BLOCK = re.compile(
     r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OFFICIAL = ("https://docs.pytorch.org/", "https://pytorch.org/get-started/",
-            "https://github.com/pytorch/", "https://github.com/python/",
-            "https://arxiv.org/abs/")  # fmt: skip
+            "https://github.com/pytorch/", "https://github.com/python/", "https://arxiv.org/abs/")
 
 
 def named_blocks():
@@ -83,6 +80,20 @@ def read(path):
     return command.removeprefix("$ "), lines
 
 
+def of_ranks(result):
+    """The lines of the ranks in what a run has printed."""
+    return [line for line in result.output.splitlines() if line.startswith("[rank ")]
+
+
+def missing(name, result, exact="^$"):
+    """The lines of a transcript that a run has not printed as often: whatever their numbers, or,
+    if they match exact, with the same ones."""
+    def counted(lines):
+        return Counter(masked(lines) + [line for line in lines if re.search(exact, line)])
+
+    return counted(read(FOLDER / name)[1]) - counted(of_ranks(result))
+
+
 def write(path, command, lines):
     """Write a transcript, and show its new lines wherever a document showed the old ones."""
     path.write_text("\n".join([f"$ {command}", *lines, ""]))
@@ -124,17 +135,11 @@ def links(document):
     return re.findall(r"\]\(([^)]+)\)", without_code(document))
 
 
-def link_problems(document):
-    """The links of a document that lead nowhere, or to a page elsewhere that is not OFFICIAL."""
-    problems = []
-    for link in links(document):
-        path, _, anchor = link.partition("#")
-        target = document.parent / path if path else document
-        if "://" in link:
-            good = link.startswith(OFFICIAL)
-        elif not (target.exists() and os.path.realpath(target).startswith(f"{ROOT}/")):
-            good = False
-        else:
-            good = not anchor or target.suffix == ".md" and anchor in anchors(target)
-        problems += [] if good else [f"{document.name}: {link}"]
-    return problems
+def leads_somewhere(document, link):
+    """To a file of the collection, with its anchor if it has one; or to a page of OFFICIAL."""
+    if "://" in link:
+        return link.startswith(OFFICIAL)
+    path, _, anchor = link.partition("#")
+    target = (document.parent / path if path else document).resolve()
+    inside = target.exists() and target.is_relative_to(ROOT)
+    return inside and (not anchor or target.suffix == ".md" and anchor in anchors(target))

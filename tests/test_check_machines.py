@@ -11,25 +11,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support import (
-    ROOT,
-    files,
-    fork,
-    fork_ranks,
-    free_port,
-    machine,
-    play_machine,
-    pretend_gpus,
-    pretend_one_gpu,
-    variant,
-)
+from forked import fork, fork_ranks, machine, play_machine, pretend_gpus, pretend_one_gpu, variant
+from started import ROOT, files, free_port
 
 SCRIPT = "launch/check_machines.py"
 
 
 def check(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2, **options):
     return fork_ranks(script, *arguments, cwd=folder, world_size=world_size, nodes=nodes,
-                      before=(play_machine, *before), **options)  # fmt: skip
+                      before=(play_machine, *before), **options)
 
 
 def own_store(port):
@@ -56,13 +46,14 @@ def assert_error(result, pattern, status=1):
 def test_passes(tmp_path, own, store_of_rank_0):
     result = check(tmp_path, before=(store_of_rank_0,) * own)
     assert result.status == 0, result.output
+    expected = [
+        r"node1: ranks 0 1, 10\.0\.0\.1, 0 GPUs, torch 2\.\d+\.\d+\S*",
+        r"node2: ranks 2 3, 10\.0\.0\.2, 0 GPUs, torch 2\.\d+\.\d+\S*",
+        "all_reduce agrees with a ring of send and receive: OK",
+        r"all_reduce of 16 MiB: (\d\.\d|10\.0|\d{2,}) ms, \d+\.\d\d GB/s bus bandwidth",
+        "check passed: 4 ranks on 2 machines"]
     lines = result.lines(0)
-    assert re.fullmatch(r"node1: ranks 0 1, 10\.0\.0\.1, 0 GPUs, torch 2\.\d+\.\d+\S*", lines[0])
-    assert re.fullmatch(r"node2: ranks 2 3, 10\.0\.0\.2, 0 GPUs, torch 2\.\d+\.\d+\S*", lines[1])
-    assert lines[2] == "all_reduce agrees with a ring of send and receive: OK"
-    pattern = r"all_reduce of 16 MiB: (\d\.\d|10\.0|\d{2,}) ms, \d+\.\d\d GB/s bus bandwidth"
-    assert re.fullmatch(pattern, lines[3])
-    assert lines[4:] == ["check passed: 4 ranks on 2 machines"]
+    assert len(lines) == 5 and all(map(re.fullmatch, expected, lines)), lines
     assert files(tmp_path) == []
 
 
@@ -94,55 +85,50 @@ def test_a_restart_does_not_read_what_the_first_attempt_has_left(tmp_path):
     assert_error(result, "rank 1 did not come within 4 s")
 
 
-def other_version():
+def on_node2(change, *arguments):
     if machine() == 2:
-        torch.__version__ = "2.0.0"
+        change(*arguments)
+
+
+def take_other_version():
+    torch.__version__ = "2.0.0"
 
 
 def look_up(address):
-    """On node2, its own name leads to this address, or nowhere."""
+    """The machine's own name leads to this address, or nowhere."""
     def gethostbyname(name):
         if name == "node2" and address is None:
             raise socket.gaierror(-2, "Name or service not known")
         return address or name
 
-    if machine() == 2:
-        socket.gethostbyname = gethostbyname
+    socket.gethostbyname = gethostbyname
 
 
-def variable(name, value):
-    if machine() == 2:
-        os.environ[name] = value
-
-
-def gpus_on_one_machine():
-    if machine() == 2:
-        pretend_gpus(2)
+def set_variable(name, value):
+    os.environ[name] = value
 
 
 ADDRESS = r"node2 gives .* an address that only it can use \(%s\): on node2, set GLOO_SOCKET_IFNAME"
-FAULTS = [
-    (other_version, r"machines differ in torch \(node1 2\.\d+\.\d+\S*, node2 2\.0\.0\): install"),
-    (functools.partial(look_up, "127.0.1.1"), ADDRESS % r"127\.0\.1\.1"),
-    (functools.partial(look_up, None), ADDRESS % "none"),
-    (functools.partial(variable, "GLOO_SOCKET_IFNAME", "lo"), ADDRESS % "lo"),
-    (functools.partial(variable, "GLOO_SOCKET_IFNAME", "eth99"), ADDRESS % "eth99"),
-    (functools.partial(variable, "LOCAL_WORLD_SIZE", "3"),
-     r"differ in processes \(node1 1, node2 3\): use the same --nproc"),
-    (gpus_on_one_machine, r"differ in backend \(node1 gloo, node2 nccl\): .* does nvidia-smi"),
-]
 
 
-@pytest.mark.parametrize(("fault", "message"), FAULTS)
+@pytest.mark.parametrize(("fault", "message"), [
+    ([take_other_version], r"differ in torch \(node1 2\.\d+\.\d+\S*, node2 2\.0\.0\): install"),
+    ([look_up, "127.0.1.1"], ADDRESS % r"127\.0\.1\.1"),
+    ([look_up, None], ADDRESS % "none"),
+    ([set_variable, "GLOO_SOCKET_IFNAME", "lo"], ADDRESS % "lo"),
+    ([set_variable, "LOCAL_WORLD_SIZE", "3"], r"in processes \(node1 1, node2 3\): use the same"),
+    ([pretend_gpus, 2], r"in backend \(node1 gloo, node2 nccl\): .* does nvidia-smi"),
+])
 def test_names_the_fault(tmp_path, fault, message):
-    assert_error(check(tmp_path, before=(fault,), world_size=2), message)
+    before = (functools.partial(on_node2, *fault),)
+    assert_error(check(tmp_path, before=before, world_size=2), message)
 
 
 def test_refuses_a_name_that_means_another_machine_elsewhere(monkeypatch):
     """The name that torchrun gives the others: "localhost", if /etc/hosts has that in front."""
     script = runpy.run_path(str(ROOT / SCRIPT))
     monkeypatch.setattr(socket, "gethostbyname", {"node1": "10.0.0.1", "node2": "10.0.0.2",
-                                                  "localhost": "127.0.0.1"}.get)  # fmt: skip
+                                                  "localhost": "127.0.0.1"}.get)
     machines = []
     for rank, own_name in enumerate(["localhost", "node2"]):
         monkeypatch.setattr(socket, "gethostname", lambda rank=rank: f"node{rank + 1}")
@@ -155,22 +141,15 @@ def test_refuses_a_name_that_means_another_machine_elsewhere(monkeypatch):
 @pytest.mark.parametrize(("old", "new", "error"), [
     ("total + coming, coming", "total + coming, passing", "all_reduce and the ring disagree"),
     ("dist.all_reduce(block)", "dist.all_reduce(block.add_(1))", "a sum of 16 MiB is wrong"),
-])  # fmt: skip
-def test_fails_when_the_sums_disagree(tmp_path, old, new, error):
+    ("        show(machines)", "        raise RuntimeError('Connection reset by peer')",
+     r"another process has ended: see what .*\(RuntimeError: Connection reset by peer"),
+])
+def test_an_error_later_on_is_explained(tmp_path, old, new, error):
     script = variant(tmp_path, SCRIPT, {old: new})
     assert_error(check(tmp_path, script=script, world_size=3, nodes=1), error)
 
 
-def gloo_fails():
-    def init_process_group(*_, **__):
-        raise RuntimeError("Connection reset by peer [10.0.0.1]:1")
-
-    dist.init_process_group = init_process_group
-
-
-def test_explains_what_gloo_says(tmp_path):
-    assert_error(check(tmp_path, nodes=1, world_size=2, before=(gloo_fails,)),
-                 r"another process has ended: see what .*\(RuntimeError: Connection reset by peer")
+def test_explains_what_gloo_says():
     diagnose = runpy.run_path(str(ROOT / SCRIPT))["diagnose"]
     for said, cause in {
         "Connect timeout [10.0.0.1]:1": "not each other: open all ports between them",
@@ -192,21 +171,17 @@ def test_bad_calls_end_in_one_line(tmp_path):
         (two(before=(pretend_one_gpu,)), "2 processes need a GPU each"),
         (fork(SCRIPT, "198.51.100.1", "198.51.100.2", cwd=tmp_path),
          "is none of 198.51.100.1 198.51.100.2"),
-    ]:  # fmt: skip
+    ]:
         assert_error(result, re.escape(message), status=2)
 
 
-def second_of_two(folder, *arguments, **environment):
-    """Run the check as rank 1 of two, under a torchrun whose store is elsewhere."""
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", **environment}
-    return fork(SCRIPT, *arguments, cwd=folder, env=environment)
-
-
 def test_a_first_machine_that_is_unknown_or_silent(tmp_path):
+    second = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}  # its torchrun's store: elsewhere
     unknown = "does not know the name a.invalid: add it to /etc/hosts"
     assert_error(fork(SCRIPT, "127.0.0.1", "a.invalid", cwd=tmp_path), unknown)
-    assert_error(second_of_two(tmp_path, MASTER_ADDR="a.invalid"), unknown)
+    assert_error(fork(SCRIPT, cwd=tmp_path, env=second | {"MASTER_ADDR": "a.invalid"}), unknown)
     # torchrun there has published a name that means loopback everywhere.
-    result = second_of_two(tmp_path, "--timeout", 1, MASTER_ADDR="127.0.0.1")
-    assert_error(result, r"127\.0\.0\.1:1 has not answered .* the first machine calls itself"
-                 r" 127\.0\.0\.1, and on .*--local-addr=ITS_ADDRESS")  # fmt: skip
+    second["MASTER_ADDR"] = "127.0.0.1"
+    assert_error(fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=second),
+                 r"127\.0\.0\.1:1 has not answered .* the first machine calls itself"
+                 r" 127\.0\.0\.1, and on .*--local-addr=ITS_ADDRESS")

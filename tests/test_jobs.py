@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 
 NAMES = {path.name[:2]: path.name for path in ROOT.glob("0[123]_*.py")}
 RESUMING = ("02", "03")
-SEED, EPOCHS = 7, 3  # a seed of the tests' own
+SEED, EPOCHS, SAVE_EVERY = 7, 3, 2  # a seed of the tests' own
 
 
 def images(count):
@@ -43,7 +43,7 @@ def tell():
         say("joined", timeout=options["timeout"].total_seconds(), device_id=options["device_id"],
             threads=torch.get_num_threads(), policy=os.sched_getscheduler(0),
             interface=os.environ.get("GLOO_SOCKET_IFNAME"),
-            watchers=[thread.daemon for thread in threading.enumerate()[1:]])  # fmt: skip
+            watchers=[thread.daemon for thread in threading.enumerate()[1:]])
         torch.set_num_threads(1)  # more would only wait for each other on so few images
 
     def replace_and_tell(source, target):
@@ -83,15 +83,15 @@ def job(tmp_path_factory):
         (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images(count)))
         (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels(count)))
 
-    def run(number, folder, save_every=2, before=(), world_size=2):
+    def run(number, folder, before=(), world_size=2):
         script = variant(folder, NAMES[number], {"SEED = 0\n": f"SEED = {SEED}\n"})
         how = {"cwd": folder, "world_size": world_size, "before": (tell, *before)}
-        if number == "01":
-            return fork_workers(
-                script, **how, total_epochs=EPOCHS, batch_size=17, save_every=save_every,
-                data_dir=str(data), checkpoint_path="checkpoint.pt")  # fmt: skip
-        return fork_ranks(
-            script, EPOCHS, save_every, "--data-dir", data, "--batch-size", 17, **how)
+        if number != "01":
+            words = ("--data-dir", data, "--batch-size", 17)
+            return fork_ranks(script, EPOCHS, SAVE_EVERY, *words, **how)
+        args = {"total_epochs": EPOCHS, "save_every": SAVE_EVERY, "batch_size": 17}
+        return fork_workers(script, **how, **args, data_dir=str(data),
+                            checkpoint_path="checkpoint.pt")
 
     return run
 
@@ -107,11 +107,9 @@ def first_job(request, job, tmp_path_factory):
 
 def test_a_job_sets_up_its_processes_and_leaves_nothing(first_job):
     number, folder, result = first_job
-    joined = {
-        "timeout": 600, "device_id": None, "threads": 3, "policy": os.SCHED_BATCH,
-        "interface": None if number == "03" else socket.if_indextoname(1),
-        "watchers": [True] * (number != "01"),
-    }  # fmt: skip
+    joined = {"timeout": 600, "device_id": None, "threads": 3, "policy": os.SCHED_BATCH,
+              "interface": None if number == "03" else socket.if_indextoname(1),
+              "watchers": [True] * (number != "01")}
     assert told("joined", result) == [(0, joined), (1, joined)]
     assert told("left", result) == [(rank, {"holds_ddp": False}) for rank in (0, 1)]
     lock = {"02": "snapshot.pt.lock", "03": f"snapshot.pt.{socket.gethostname()}.lock"}.get(number)

@@ -28,33 +28,30 @@ def quoted(message):
     return message
 
 
-# ---- Tables ----
+def first_column(title, head):
+    """The cells of the first column of the table with that head, as one text."""
+    table = section(title).partition(f"| {head} |")[2].partition("\n\n")[0]
+    return " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
 
 
 def test_the_table_of_variables_is_what_torchrun_sets():
-    found = section("What torchrun tells each process")
-    table = found.partition("| Variable |")[2].partition("\n\n")[0]
-    cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
-    named = set(re.findall(r"`([A-Z_]+)`", " ".join(cells)))
+    named = re.findall(r"`([A-Z_]+)`", first_column("What torchrun tells each process", "Variable"))
     _, lines = shown.read(shown.FOLDER / "environment.txt")
-    printed = {line.split()[2].partition("=")[0] for line in lines}
-    assert len(named) > 10 and named == printed
+    assert len(named) > 10 and set(named) == {re.search(r"(\w+)=", line)[1] for line in lines}
 
 
 def test_the_options_of_torchrun_exist():
-    table = section("The options of torchrun").partition("| Option |")[2].partition("\n\n")[0]
-    cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
-    options = set(re.findall(r"(?<!-)-(?:-[a-z-]+|m)\b", " ".join(cells)))
+    cells = first_column("The options of torchrun", "Option")
+    options = re.findall(r"(?<!-)-(?:-[a-z-]+|m)\b", cells)
     help_text = torch.distributed.run.get_args_parser().format_help()
-    assert len(options) > 12 and {o for o in options if o not in help_text} == set()
+    assert len(options) > 12 and [o for o in options if o not in help_text] == []
 
 
 def meet(rank, line, port, path):
     """In a forked process: run a line of the document, on a port and a path of the test's own."""
     line = line.replace(":29605", f":{port}").replace("/tmp/meet-here", f"{path}/meet")
-    environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                   "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    os.environ |= {name: str(value) for name, value in environment.items()}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     store = dist.FileStore(f"{path}/store", 2)
     exec(line, {"dist": dist, "rank": rank, "store": store})  # noqa: S102 a line of ours
     total = torch.tensor(rank + 1)
@@ -69,20 +66,13 @@ def test_the_four_ways_to_meet(tmp_path, number):
     assert len(lines) == 4
     with free_port() as port:
         ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
-                 for rank in (0, 1)]  # fmt: skip
+                 for rank in (0, 1)]
         for process in ranks:
             process.start()
-        try:
-            for process in ranks:
-                process.join(60)
-                assert process.exitcode == 0
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-
-
-# ---- Messages of PyTorch that pitfalls/README.md quotes ----
+        for process in ranks:
+            process.join(60)
+            process.kill()
+        assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def test_a_snapshot_with_more_than_plain_types(tmp_path):
@@ -102,24 +92,21 @@ def test_the_messages_of_torchrun(tmp_path):
     )
     result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "fails.py", cwd=tmp_path)
     assert quoted("Setting OMP_NUM_THREADS environment variable for each process to be 1") \
-        in result.output  # fmt: skip
+        in result.output
     assert quoted("To enable traceback see") in result.output.partition("Root Cause")[2]
     assert "RuntimeError: no record above main" in result.output.partition("Root Cause")[0]
 
     result = run(*TORCHRUN, "--standalone", "--nproc-per-node=gpu", "fails.py", cwd=tmp_path,
-                 env={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+                 env={"CUDA_VISIBLE_DEVICES": ""})
     assert quoted("Cuda is not available.") in result.output
 
     (tmp_path / "strict.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
     result = run(PYTHON, "-m", "torch.distributed.launch", "strict.py", cwd=tmp_path)
     assert quoted("unrecognized arguments: --local-rank=0") in result.output
 
-
-@pytest.mark.long
-def test_an_endpoint_that_nobody_has(tmp_path):
     result = run(*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1",
                  "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29603",
-                 "--rdzv-conf=read_timeout=5", "never.py", cwd=tmp_path)  # fmt: skip
+                 "--rdzv-conf=read_timeout=5", "never.py", cwd=tmp_path)
     assert quoted("The connection to the C10d store has failed") in result.output
 
 
@@ -130,7 +117,7 @@ def test_the_messages_of_nccl_are_in_its_library():
         library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         for message in ("Watchdog caught collective operation timeout",
                         "destroy_process_group() was not called before program exit",
-                        *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2")):  # fmt: skip
+                        *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2")):
             assert library.find(quoted(message).encode()) > 0, message
     if NCCL.exists() and hasattr(dist, "ProcessGroupNCCL2"):
         message = quoted("Multiple Ranks are using the same GPU/Partition")

@@ -4,11 +4,11 @@ torch says that there are GPUs, and what the scripts ask it for is written down,
 init_process_group. What happens from there on only a GPU can tell: test_gpu.py.
 """
 
-import functools
 import json
 import os
 import re
 import runpy
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +19,7 @@ from support import ROOT, fork_ranks, fork_workers, pretend_gpus, pretended
 # {recipe: with how many ranks its docstring starts it}
 RECIPES = {f"recipes/{path.name}": int(found[1]) for path in sorted(ROOT.glob("recipes/*.py"))
            if (found := re.search(r"^    torchrun -.*-node=(\d)", path.read_text(), re.MULTILINE))}
+MANY = "docs/many_processes.py"
 STREAM = "recipes/stream.py"
 
 
@@ -33,39 +34,23 @@ def pretend(count, kind="cuda"):
     def init_process_group(backend, rank=None, device_id=None, **_):
         rank = os.environ["RANK"] if rank is None else rank
         line = {"asked": asked, "backend": backend, "device_id": str(device_id),
-                "TORCH_DIST_USE_NCCL2": os.environ.get("TORCH_DIST_USE_NCCL2"),
-                "creator": creator_of_nccl()}  # fmt: skip
+                "TORCH_DIST_USE_NCCL2": os.environ.get("TORCH_DIST_USE_NCCL2")}
         print(f"group of rank {rank}: {json.dumps(line)}\n", end="", flush=True)
         os._exit(0)
 
     dist.init_process_group = init_process_group
 
 
-def creator_of_nccl():
-    """The name of what makes a group of NCCL, as torch chooses it now; None before torch 2.15.
-
-    torch has no public way to ask.
-    """
-    c10d = dist.distributed_c10d
-    if not hasattr(c10d, "ProcessGroupNCCL2"):
-        return None
-    c10d._register_builtin_nccl_backend()
-    return c10d.Backend._plugins["NCCL"].creator_fn.__name__
-
-
 def check(result, devices, bound=True, old=False, kind="cuda", backend="nccl"):
     """devices: the number of each rank's GPU, rank by rank."""
     found = {int(rank): json.loads(line) for rank, line in re.findall(
-        r"^group of rank (\d+): (.+)$", result.output, re.MULTILINE)}  # fmt: skip
+        r"^group of rank (\d+): (.+)$", result.output, re.MULTILINE)}
     assert sorted(found) == list(range(len(devices))), result.output
     for rank, said in found.items():
         assert said["asked"] == [f"set_device_index({devices[rank]})"], "and nothing else"
         assert said["backend"] == backend
         assert said["device_id"] == (f"{kind}:{devices[rank]}" if bound else "None")
         assert said["TORCH_DIST_USE_NCCL2"] == ("0" if old else None)
-        if said["creator"]:  # torch 2.15 or later
-            new = "_create_nccl2_process_group"
-            assert said["creator"] == ("_create_nccl_process_group" if old else new)
 
 
 TWO_MACHINES = {"world_size": 4, "nodes": 2}
@@ -76,27 +61,30 @@ TWO_MACHINES = {"world_size": 4, "nodes": 2}
     ("03_multinode.py", TWO_MACHINES, [0, 1, 0, 1]),
     ("04_collectives.py", {}, [0, 1]),
     ("launch/check_machines.py", TWO_MACHINES, [0, 1, 0, 1]),
+    (MANY, TWO_MACHINES, [0, 1, 0, 1]),
     *[(recipe, {"world_size": ranks}, range(ranks)) for recipe, ranks in RECIPES.items()],
-])  # fmt: skip
+])
 def test_each_process_takes_the_gpu_of_its_local_rank(tmp_path, script, options, devices):
-    result = fork_ranks(script, cwd=tmp_path, before=functools.partial(pretend, 4), **options)
-    check(result, devices, backend="cpu:gloo,cuda:nccl" if script == STREAM else "nccl")
+    result = fork_ranks(script, cwd=tmp_path, before=partial(pretend, 4), **options)
+    backend = "cpu:gloo,cuda:nccl" if script == STREAM else "nccl"
+    check(result, devices, bound=script != MANY, backend=backend)
 
 
-def test_a_gpu_of_intel(tmp_path):
-    result = fork_ranks(STREAM, cwd=tmp_path, before=functools.partial(pretend, 2, "xpu"))
-    check(result, [0, 1], kind="xpu", backend="cpu:gloo,xpu:xccl")
+@pytest.mark.parametrize(("script", "backend"), [(STREAM, "cpu:gloo,xpu:xccl"), (MANY, "xccl")])
+def test_a_gpu_of_intel(tmp_path, script, backend):
+    result = fork_ranks(script, cwd=tmp_path, before=partial(pretend, 2, "xpu"))
+    check(result, [0, 1], bound=script != MANY, kind="xpu", backend=backend)
 
 
 @pytest.mark.parametrize(("kind", "script", "notes"), [
     ("mps", "02_torchrun_elastic.py", 1), ("mtia", "02_torchrun_elastic.py", 1),
-    ("mps", "benchmarks/parts/smallest_ddp.py", 0)])  # fmt: skip
+    ("mps", "benchmarks/parts/smallest_ddp.py", 0)])
 def test_an_accelerator_without_a_backend(tmp_path, kind, script, notes):
     """Gloo carries no tensors of a Mac's GPU, and torch knows no backend for the other kind.
 
     Two processes take the CPU, though there is one such GPU, and one of them says so.
     """
-    result = fork_ranks(script, 1, cwd=tmp_path, before=functools.partial(pretend, 1, kind))
+    result = fork_ranks(script, 1, cwd=tmp_path, before=partial(pretend, 1, kind))
     said = '"asked": [], "backend": "gloo", "device_id": "None"'
     assert (result.output.count(said), result.output.count("takes the CPU")) == (2, notes)
 
@@ -104,7 +92,7 @@ def test_an_accelerator_without_a_backend(tmp_path, kind, script, notes):
 def test_the_gpus_of_a_benchmark():
     find_gpus = runpy.run_path(ROOT / "benchmarks/parts/common.py")["find_gpus"]
     for kind, least, found in (("cuda", 2, (2, "cuda")), ("xpu", 1, (2, "xpu")),
-                               ("cuda", 3, (0, "cpu")), ("mps", 1, (0, "cpu"))):  # fmt: skip
+                               ("cuda", 3, (0, "cpu")), ("mps", 1, (0, "cpu"))):
         with patch.multiple(torch.accelerator, **pretended(2, kind)):
             assert find_gpus(least) == found
 
@@ -112,7 +100,7 @@ def test_the_gpus_of_a_benchmark():
 def test_mp_spawn(tmp_path):
     args = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "data_dir": "data"}
     result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 2, checkpoint_path="c.pt",
-                          before=functools.partial(pretend, 2), **args)  # fmt: skip
+                          before=partial(pretend, 2), **args)
     check(result, [0, 1])
 
 
@@ -120,8 +108,8 @@ def test_mp_spawn(tmp_path):
     ("pipeline", 4, {"devices": range(4)}),
     # Two GPUs a process: torch 2.15's new backend would bind the group to one of them.
     ("devices", 2, {"devices": [0, 2], "bound": False, "old": True}),
-])  # fmt: skip
+])
 def test_the_stages_of_a_model(tmp_path, mode, world_size, expected):
     result = fork_ranks("06_model_parallel_ddp.py", "--mode", mode, cwd=tmp_path,
-                        world_size=world_size, before=functools.partial(pretend, 4))  # fmt: skip
+                        world_size=world_size, before=partial(pretend, 4))
     check(result, **expected)

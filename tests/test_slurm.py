@@ -7,15 +7,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
-import uuid
 from functools import partial
 
 import pytest
 import torch
 from lab import Lab
-from support import PYTHON, ROOT, fork_ranks, run, wait_until
+from support import PYTHON, ROOT, end, fork_ranks, run, start, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
 CONFIGURATION = """
@@ -47,36 +45,31 @@ FAKES = {
     "python": 'exec $PYTHON "$@"',
     "srun": 'echo "srun $* $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>calls; cp "$WRITES" snapshot.pt;'
             ' echo $$ >step; exec sleep 60',
-}  # fmt: skip
+}
 
 
 def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", **env):
     """Run slurm.sbatch until a rank has written that; return its status, and what it called."""
+    (folder / "bin").mkdir(exist_ok=True)
     for name, body in FAKES.items():
         path = folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
     for name in ("step", "calls"):
         (folder / name).unlink(missing_ok=True)
-    env = {
-        "PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NAME": "multinode", "SLURM_JOB_NODELIST": "node1",
-        "WRITES": str(writes), "SHOWN": "PreemptTime=None", "PYTHON": "true", **env,
-    }  # fmt: skip
-    with open(folder / "job.log", "a") as log:
-        job = subprocess.Popen(
-            ["bash", ROOT / "launch/slurm.sbatch", "2", "1"], cwd=folder, env=env,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # fmt: skip
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "1",
+           "SLURM_JOB_NAME": "multinode", "SLURM_JOB_NODELIST": "node1", "WRITES": str(writes),
+           "SLURM_CPUS_PER_TASK": None, "SHOWN": "PreemptTime=None", "PYTHON": "true", **env}
+    job = start("bash", ROOT / "launch/slurm.sbatch", 2, 1, cwd=folder, env=env)
     try:
-        wait_until((folder / "step").exists, lambda: (folder / "job.log").read_text())
+        wait_until((folder / "step").exists, "srun is called")
         if tell == "the script":
             job.send_signal(signal.SIGUSR1)
         else:
             os.kill(int((folder / "step").read_text()), signal.SIGTERM)
         return job.wait(60), (folder / "calls").read_text()
     finally:
-        job.kill()
+        end(job)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -94,7 +87,7 @@ def test_no_start_without_progress_is_followed_by_another(tmp_path):
     for epoch, images, requeued in ((1, 0, True), (1, 0, False), (1, 40, True), (2, 0, True)):
         path = tmp_path / "saved.pt"  # by ranks that go on from one and write another
         torch.save({"model": {}, "next_epoch": epoch, "images_done": images,
-                    "written_by": str(uuid.uuid4())}, path)  # fmt: skip
+                    "written_by": str(time.monotonic())}, path)
         status, calls = start_until_the_end_is_near(
             tmp_path, path, PYTHON=PYTHON, SLURM_CPUS_PER_TASK="4")
         assert (status, "scontrol requeue 1" in calls) == (not requeued, requeued), (epoch, images)
@@ -103,7 +96,7 @@ def test_no_start_without_progress_is_followed_by_another(tmp_path):
 
 def test_an_array_is_refused(tmp_path):
     """To requeue its last task is to requeue the others, too."""
-    env = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
+    env = {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
     result = run("bash", ROOT / "launch/slurm.sbatch", cwd=tmp_path, env=env)
     assert result.status == 2 and "not for array jobs" in result.output
 
@@ -123,20 +116,19 @@ def slurm(tmp_path):
         for node in ("node1", "node2"):
             lab.start(node, "slurmd", "-D", "-N", node)
 
-        def command(*words, **env):
-            return lab("run", "node1", "env", *(f"{k}={v}" for k, v in env.items()), *words)
+        def command(*words, check=True, **env):
+            variables = [f"{name}={value}" for name, value in env.items()]
+            return lab("run", "node1", "env", *variables, *words, check=check)
+
+        def both_idle():  # "2 idle", or a line for each
+            said = command("sinfo", "-h", "-o", "%D %T", check=False)
+            return sum(int(count) for count in re.findall(r"^(\d+) idle$", said, re.MULTILINE)) == 2
 
         command.wait_until = partial(
             wait_until, what=lambda: [job.output()[-3000:] for job in lab.jobs],
-            timeout=300, pause=0.2)  # fmt: skip
-        command.wait_until(lambda: both_idle(lab))
+            timeout=300, pause=0.2)
+        command.wait_until(both_idle)
         yield command
-
-
-def both_idle(lab):
-    """Whether Slurm says that both nodes wait for work: "2 idle", or a line for each."""
-    said = lab("run", "node1", "sinfo", "-h", "-o", "%D %T", check=False)
-    return sum(int(count) for count in re.findall(r"^(\d+) idle$", said, re.MULTILINE)) == 2
 
 
 @pytest.mark.long
@@ -169,7 +161,7 @@ def test_a_job_requeued_within_an_epoch_goes_on_and_ends_as_an_uninterrupted_one
     whole.mkdir()
     fork_ranks("02_torchrun_elastic.py", *arguments, cwd=whole, world_size=4)
     ours, theirs = (torch.load(folder / "snapshot.pt", weights_only=True)["model"]
-                    for folder in (tmp_path, whole))  # fmt: skip
+                    for folder in (tmp_path, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for node in ("node1", "node2"):
         files = list((tmp_path / "multinode-1" / node).glob("**/stdout.log"))

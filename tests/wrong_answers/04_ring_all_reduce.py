@@ -13,7 +13,8 @@ def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)
     for step in range(2 * (world_size - 1)):
-        outgoing, target = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        outgoing = chunks[(rank - step) % world_size]
+        target = chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(target)
         dist.send(outgoing, (rank + 1) % world_size)
         dist.recv(incoming, (rank - 1) % world_size)
@@ -58,7 +59,7 @@ def ring_all_reduce(tensor):
         outgoing = incoming
 
 
-# ---- the second half is missing: 500 hold the sum. Element 0 counts rank 0 1 times, rank 1 0 times ----
+# ---- the second half is missing: 500 hold the sum. Element 0 counts rank 0 1 times, rank 1 0 ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)

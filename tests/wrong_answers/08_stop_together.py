@@ -1,4 +1,4 @@
-# ---- each rank for itself: Rank 0: with \[6, 4\] batches, this rank took 6 steps; rank 1 can .* 4 ----
+# ---- each rank for itself: with \[6, 4\] batches, this rank took 6 steps; rank 1 can .* 4 ----
 def train(batches, step, asked_to_stop):
     steps = 0
     for batch in batches:
@@ -45,7 +45,7 @@ def train(batches, step, asked_to_stop):
     return steps
 
 
-# ---- whoever is asked, leaves at once: Rank 1: .* took 3 steps and came back from train..; rank 0 has not ----
+# ---- whoever is asked, leaves at once: Rank 1: .* took 3 steps and came back .*rank 0 has not ----
 def train(batches, step, asked_to_stop):
     steps, batch = 0, next(batches, None)
     while not asked_to_stop():
@@ -109,7 +109,7 @@ def train(batches, step, asked_to_stop):
         steps += 1
 
 
-# ---- asked after the step, about the next batch: this rank took 1 steps; rank 1 can take only 0 ----
+# ---- asked about the next batch: this rank took 1 steps; rank 1 can take only 0 ----
 def train(batches, step, asked_to_stop):
     steps, batch = 0, next(batches, None)
     while True:

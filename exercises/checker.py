@@ -28,6 +28,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
+import torch._dynamo  # by an optimizer, or Exchanges: else each rank loads it anew, for seconds
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode  # private; only to count bytes
 from torch.utils._pytree import tree_leaves
@@ -68,14 +69,15 @@ class Exchanges(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        result = call(*args, **kwargs or {})
         if call.namespace in ("c10d", "_c10d_functional"):
-            name = call._opname.replace("_base", "").strip("_")  # _allgather_base_: allgather
-            kind = next((kind for kind in SENT if name.startswith(kind)), None)
+            name = call._opname.replace("_", "")  # _allgather_base_, all_gather_into_tensor
+            kind = next((kind for kind in SENT if name.startswith(kind.replace("_", ""))), None)
             if kind:
-                size = max(sum(t.nbytes for t in tree_leaves(arg) if torch.is_tensor(t))
-                           for arg in args)  # fmt: skip
+                size = max(sum(t.nbytes for t in tree_leaves(one) if torch.is_tensor(t))
+                           for one in (*args, result))
                 self.calls.append((kind, SENT[kind](dist.get_world_size()) * size))
-        return call(*args, **kwargs or {})
+        return result
 
     def bytes_sent(self):
         return round(sum(size for _, size in self.calls))
@@ -84,7 +86,7 @@ class Exchanges(TorchDispatchMode):
 def bytes_kept(*but_not):
     """Return the bytes of all tensors that this process holds, those of but_not apart."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     skip = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(but_not)}
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
@@ -132,7 +134,7 @@ def verdict(reports, second_hint=False):
     if all(report.kind == "right" for report in reports):
         return True, f"right{': ' * bool(reports[0].text)}{reports[0].text}"
     by_kind = {report.kind: report for report in reversed(reports)}  # of the lowest rank
-    for kind in ("empty", "wrong", "error", "died", "killed"):
+    for kind in ("empty", "wrong", "died", "error", "killed"):
         if kind not in by_kind:
             continue
         found = by_kind[kind]
@@ -144,7 +146,8 @@ def verdict(reports, second_hint=False):
     ends = {"right": "has come to the end", "nothing": "gives no answer"}
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
     return False, "\n    ".join([f"not yet. After {LIMIT} s, it stands still:", *lines,
-                                 "hint: a rank waits until all others make the same call"])
+                                 "hint: each waits for its partner: for all others to make the same"
+                                 " call, or for the recv that belongs to its send"])
 
 
 # ---- The processes ----
@@ -184,7 +187,8 @@ def run_once(exercise, world_size, answer, start_method, life, folder):
                 workers[rank].join(5)
                 status = workers[rank].exitcode
                 kind = "killed" if status == -signal.SIGKILL else "died"
-                reports[rank] = Report(rank, kind, f"ended with status {status}")
+                reports[rank] = Report(rank, kind, f"the process has ended, with status {status}", [
+                    "do all ranks exchange tensors of the same size, in the same order?"])
             if reports[rank].kind != "right":  # others may only fail because of this one
                 deadline = min(deadline, time.monotonic() + 1)
     for process in workers:
@@ -197,6 +201,7 @@ def worker(exercise, answer, rank, world_size, life, folder, answers):
     """One rank: run the trial, and send (kind, text, hints)."""
     sys.stdout = sys.stderr = Prefixed(f"[rank {rank}/{world_size}] ")
     torch.set_num_threads(1)
+    gc.freeze()  # bytes_kept then looks only through what comes from now on
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
     own, saying, thread = answer or exercise, threading.Lock(), threading.get_ident()
 
@@ -226,7 +231,8 @@ def worker(exercise, answer, rank, world_size, life, folder, answers):
         code = list(traceback.walk_tb(error.__traceback__))[-1][0].f_code
         if isinstance(error, NotImplementedError) and code.co_filename == str(own):
             task = (code.co_consts[0] or "").partition("\n")[0]
-            say("empty", f"{code.co_name}, line {code.co_firstlineno}, is still empty. To do:\n    {task}")
+            where = f"{code.co_name}, line {code.co_firstlineno},"
+            say("empty", f"{where} is still empty. To do:\n    {task}")
         else:
             say("error", describe(error, own))
     else:

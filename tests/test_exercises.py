@@ -1,15 +1,17 @@
 """Each exercise refuses what is empty or wrong, in the words meant for it, and takes its solution.
 
-They do not depend on what a learner has written: other functions take the place of those in the
+The tests do not depend on what a learner has written: other functions take the place of those in the
 file, which are empty, or from exercises/solutions, or from tests/wrong_answers.
 """
 
 import ast
 import re
+import shutil
 import sys
 
 import pytest
-from support import ROOT  # its forkserver has torch loaded
+import shown
+from support import PYTHON, ROOT, run  # the forkserver has torch loaded
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checker
@@ -37,11 +39,53 @@ def wrong_answers():
     for name in NAMES:
         text = (ROOT / f"tests/wrong_answers/{name}.py").read_text()
         _, *parts = re.split(r"^# ---- (.*?): (.*) ----$", text, flags=re.MULTILINE)
-        for wrong, words, code in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            yield pytest.param(name, words, code, id=f"{name}-{wrong}")
+        found = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+        for number, (wrong, words, code) in enumerate(found):
+            marks = [pytest.mark.long] * (number > 0)  # one of each is quick enough
+            yield pytest.param(name, words, code, id=f"{name}-{wrong}", marks=marks)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+def write_into(file, code):
+    """Put code after what a learner has written, which it replaces."""
+    before, divider, check = file.read_text().partition("\n# ---- The check")
+    file.write_text(f"{before}\n\n{code}\n{divider}{check}")
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path, request):
+    """A learner writes into the file, which says what is wrong; then he looks at the solution."""
+    name = "03_average_gradients"
+    shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
+    wrong = next(one.values[2] for one in wrong_answers() if one.id == f"{name}-summed")
+    write_into(tmp_path / f"exercises/{name}.py", wrong)
+    file = f"exercises/{name}.py"
+    first = run(PYTHON, file, cwd=tmp_path)
+    assert first.status == 1, first.output
+    then = run(PYTHON, file, "--solution", cwd=tmp_path)
+    assert then.status == 0, then.output
+    lines, path = (first.output + then.output).splitlines(), shown.FOLDER / "exercise.txt"
+    if request.config.getoption("--write-transcripts"):
+        shown.write(path, shown.EXERCISE, lines)
+    assert shown.masked(lines) == shown.masked(shown.read(path)[1])
+
+
+@pytest.mark.long
+def test_all_in_their_order(tmp_path):
+    result = run(PYTHON, ROOT / "exercises/all.py", "--solution", cwd=tmp_path, timeout=600)
+    assert result.status == 0, result.output
+    assert re.findall(r"^== (\w+)\.py$", result.output, re.MULTILINE) == NAMES
+    assert result.output.endswith(f"{len(NAMES)} of {len(NAMES)} solved\n")
+    shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
+    solution = (ROOT / f"exercises/solutions/{NAMES[0]}.py").read_text()
+    write_into(tmp_path / f"exercises/{NAMES[0]}.py", solution)
+    write_into(tmp_path / f"exercises/{NAMES[1]}.py", emptied(NAMES[1]))
+    result = run(PYTHON, "exercises/all.py", cwd=tmp_path)
+    assert result.status == 1 and " is still empty. To do:" in result.output, result.output
+    assert f"1 of {len(NAMES)} solved. Next: python exercises/{NAMES[1]}.py" in result.output
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.long), 3,
+                   pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_takes_the_solution(name, world_size):
     right, text = check(name, world_size, ROOT / f"exercises/solutions/{name}.py")

@@ -43,6 +43,7 @@ NOT_RUN = {
     "python tests/(fault_campaign.py --rounds 100|departures.py --rounds 20)":
         "takes half an hour; test_faults.py and test_lab.py play some of it",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
+    r"python exercises/\w+.py": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pictures.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup).py":
@@ -150,7 +151,7 @@ def test_a_command_that_is_shown(tmp_path, command, request):
 
 def test_every_command_of_the_documents_has_a_transcript():
     of_documents = {c for c in RUN if any(file.endswith(".md") for file in SHOWN[c])}
-    transcripts = TRANSCRIPTS.keys() - {shown.LAB_STORY, shown.KILL_TEST}
+    transcripts = TRANSCRIPTS.keys() - {shown.LAB_STORY, shown.KILL_TEST, shown.EXERCISE}
     assert MAIN_JOB in of_documents <= transcripts <= RUN
     for path in SCRIPTS:
         assert any(f" {path.name}" in command for command in of_documents), path.name

@@ -12,7 +12,7 @@ def average_gradients(model):
             mean /= dist.get_world_size()
 
 
-# ---- summed, not averaged: is 2.00 times the mean ----
+# ---- summed: is 2.00 times the mean ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None:

@@ -1,0 +1,150 @@
+"""Evaluate exactly: the accuracy of one process, whatever the number of ranks.
+
+The accuracy is the share of the images that the model classifies right. The ranks evaluate
+together: each takes some of the test images, and then all know the result. Two things go wrong
+here. A sampler that fills up the shares to equal lengths counts some images twice. And a rank that
+gets no image at all must not leave the others waiting. Write accuracy.
+
+Read before: pitfalls/padded_evaluation.py, and 04_collectives.py, the section all_reduce. Its
+neighbours are exercises 1, which shares out a set, and 2, which takes a mean over shares. With a
+DDP model and a DataLoader, evaluate in 01_single_node_multi_gpu.py does this.
+
+    python exercises/09_evaluate_exactly.py
+"""
+
+import copy
+import math
+
+import torch
+import torch.distributed as dist
+from checker import Exchanges, expect, main
+from torch import nn
+
+
+def accuracy(model, images, labels, batch_size):
+    """Return the accuracy of the model on all the images, as a float; the same one on each rank.
+
+    images, shape (count, 9), and labels, shape (count,), are the whole test set, alike on all
+    ranks; so is the model. count is at least 1, and may be smaller than the number of ranks.
+    model(images), for some of them, returns scores of shape (n, 3); the class is the one with the
+    highest score.
+
+    Each image goes through the model once, on one of the ranks. Each rank takes count / world_size
+    images; a batch_size more or less does not matter. It gives the model at most batch_size of them
+    at a time. Meanwhile, the whole model is in evaluation mode (Dropout drops nothing, BatchNorm
+    uses its running mean), and no graph for a backward pass is built. Afterwards, each part of the
+    model is in the mode in which it was before; not all parts need have been in the same one.
+    """
+    raise NotImplementedError
+
+
+# ---- The check: what must hold, and what to say if it does not ----
+
+
+def trial():
+    for count, frozen in ((101, True), (dist.get_world_size() + 1, False), (1, False)):
+        torch.manual_seed(count)
+        model, images = Model(), torch.randn(count, 9)
+        images[:, 0] = torch.arange(count)  # its number
+        classes = copy.deepcopy(model).eval()(images).argmax(dim=1)
+        labels = (classes + (torch.rand(count) < 0.4)) % 3  # 4 in 10 are wrong
+        labels[0] = classes[0]
+        model.norm.train(not frozen)
+        modes = {name: part.training for name, part in model.named_modules()}
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        given, expected = (images.clone(), labels.clone()), (classes == labels).double()
+        SEEN.clear()
+        with Exchanges() as exchanges:
+            answer = accuracy(model, images, labels, batch_size=8)
+        mine = [number for numbers, *_ in SEEN for number in numbers]
+        look_at_passes(mine, count)
+        look_at_answer(answer, expected, mine)
+        for name, part in model.named_modules():
+            before, after = (["evaluation", "training"][on] for on in (modes[name], part.training))
+            expect(before == after, f"{name or 'the model itself'} was in {before} mode,"
+                   f" and is in {after} mode now",
+                   "model.train() and model.eval() change all parts. What were they before?",
+                   "keep part.training for each part in model.modules(), and put it back")
+        expect(all(torch.equal(state[name], now) for name, now in model.state_dict().items()),
+               "the model's weights or buffers have changed", "in which mode is the model?")
+        expect(all(map(torch.equal, given, (images, labels))), "the images or labels have changed",
+               "select from them, and write nothing into them")
+        if count == 101:
+            told = (f"off by {abs(answer - expected.mean().item()):.0e}, {len(mine)} of {count}"
+                    f" images on rank 0, {exchanges.bytes_sent()} bytes sent")
+    return told
+
+
+def look_at_passes(mine, count):
+    """Check what has gone through the model on this rank; mine: the numbers of the images."""
+    world_size = dist.get_world_size()
+    expect(not any(training for _, training, _ in SEEN),
+           "the model was in training mode, in whole or in part, while it saw the images",
+           "Dropout and BatchNorm do other things in training", "model.eval()")
+    expect(not any(graph for *_, graph in SEEN), "a graph for a backward pass was built",
+           "it needs memory for nothing: see torch.no_grad")
+    longest = max([len(numbers) for numbers, *_ in SEEN], default=0)
+    expect(longest <= 8, f"the model got {longest} images at once, and batch_size is 8",
+           "cut this rank's share into batches")
+    most = -(-count // world_size) + 8
+    expect(len(mine) <= most or len(mine) < count,
+           f"this rank evaluates all {count} images", "share the work: which are this rank's?")
+    expect(len(mine) <= most,
+           f"this rank evaluates {len(mine)} of {count} images; its share is"
+           f" {count / world_size:.0f}",
+           "the share depends on the number of ranks: dist.get_world_size()")
+    twice = len(mine) - len(set(mine))
+    expect(not twice, f"{twice} of its {len(mine)} images went through the model more than once",
+           "do not fill up a share or a batch", "the last batch may be shorter than the others")
+
+
+def look_at_answer(answer, expected, mine):
+    """expected: 1.0 for each image that the model classifies right, else 0.0."""
+    expect(isinstance(answer, float), f"{answer!r} came back", "return a float: tensor.item()")
+    count, world_size, right = len(expected), dist.get_world_size(), expected.mean().item()
+    told = (f"with {count} image(s), the accuracy is {right:.4f}, and this rank returns"
+            f" {answer:.4f}")
+    if abs(answer - right) < 1e-6:
+        return
+    expect(math.isfinite(answer), told, "the accuracy of a share without images is 0 / 0",
+           "add up the right answers over the ranks, then divide once")
+    expect(mine, f"{told}. It has no image of its own",
+           "a rank without images makes the same calls as the others, and adds 0")
+    expect(min(abs(answer - own) for own in (expected[mine].mean(), expected[mine].sum() / count))
+           > 1e-6, f"{told}: it counts its own right answers alone",
+           "which collective adds up over the ranks?")
+    causes = {
+        "the right answers of all ranks, not divided": expected.sum(),
+        "the mean of the ranks' accuracies": torch.stack([
+            expected[r::world_size].mean() for r in range(world_size)]).mean(),
+        "a mean of the ranks' accuracies": torch.stack([
+            share.mean() for share in expected.tensor_split(world_size)]).mean(),
+    }  # fmt: skip
+    for number in (count + -count % world_size, count - count % world_size):  # filled up, or cut
+        if number and abs(answer * number - round(answer * number)) < 1e-4:
+            causes[f"{answer * number:.0f} right answers of {number}"] = answer
+    cause = [f": {cause}" for cause, number in causes.items() if abs(number - answer) < 1e-6]
+    expect(False, told + "".join(cause[:1]),
+           "each image counts once, though the shares have different lengths",
+           "add up the right answers over the ranks, then divide once by the number of images")
+
+
+SEEN = []  # this rank's passes through the model, or a copy: (image numbers, training?, graph?)
+
+
+class Model(nn.Module):
+    """Scores of images whose first number is the image's own, and plays no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout, self.last = nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)
+        self.norm.running_mean += 1
+
+    def forward(self, images):
+        training = any(part.training for part in self.modules())
+        SEEN.append((images[:, 0].int().tolist(), training, torch.is_grad_enabled()))
+        return self.last(self.dropout(self.norm(images[:, 1:])))
+
+
+if __name__ == "__main__":
+    main(__file__)

@@ -1,0 +1,217 @@
+"""Resume: a job that is killed, and started again, ends with the bits of one that never was.
+
+A snapshot is a file with all that a job needs to go on. When a rank dies, the launcher (torchrun,
+say) ends the other ranks and starts all anew. Each rank then calls load, and trains on. That ends
+with the same bits only if the snapshot has all that a step changes, and if what is random follows
+from the number of the step. And a job may die at any moment: also while it writes the snapshot.
+Write save, load and seed_step, which the training below calls. The checker kills it twice or three
+times: in the middle of a step, and in the middle of save.
+
+Read before: 02_torchrun_elastic.py, resume and save in it. What goes wrong here is in pitfalls/,
+each in a file: snapshot_in_place, every_rank_saves, off_by_one_epoch and optimizer_not_saved; and
+in recipes/randomness.py.
+
+    python exercises/10_resume.py
+"""
+
+import itertools
+import os
+import resource
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from checker import die, expect, main
+from torch import nn
+
+
+def save(path, model, optimizer, step):
+    """Write a snapshot to path: this step has just been taken. All ranks call it, after a step.
+
+    path: a string, alike on all ranks, in a folder that they share. If there is a snapshot, the new
+    one takes its place. One rank writes: the model and the optimizer are the same on all. If the
+    process dies in here, then path holds, whole, the snapshot from before the call (or still none),
+    or the new one. Other files may be left over in the folder.
+    """
+    raise NotImplementedError
+
+
+def load(path, model, optimizer):
+    """Put what the snapshot has into the model and the optimizer. Return the step to take next.
+
+    All ranks call it before they train, and all go on alike. If there is no snapshot, the model and
+    the optimizer stay as they are, and the step is 0, the first.
+    """
+    raise NotImplementedError
+
+
+def seed_step(step, rank, world_size):
+    """Seed torch's random numbers (torch.randn, Dropout) for a step on a rank.
+
+    The same arguments give the same numbers again, whatever was drawn before, and in each life of
+    the job. No other step has the numbers of this one, on any rank, and no other rank has them.
+    """
+    raise NotImplementedError
+
+
+def train(path, model, optimizer, first_step, before_step):
+    """Train from first_step, which load has returned. Leave this as it is."""
+    for step in range(first_step, STEPS):
+        before_step(step)  # here, the check prepares its accidents
+        seed_step(step, dist.get_rank(), dist.get_world_size())
+        inputs = torch.randn(16, 32)  # the batch; and the model has dropout
+        optimizer.zero_grad()
+        (model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        if step % 2 == 1:
+            save(path, model, optimizer, step)
+
+
+# ---- The check: what must hold, and what to say if it does not ----
+
+STEPS = 6
+DEATHS = ("in the middle of step 3", "in the middle of save, after step 3",
+          "in save, after step 3, before it moved or removed a file")  # fmt: skip
+MOVED, EMPTIED = [], []  # what this process has done to files
+last_move = [0]  # the move or removal that this process does not live to see: its number
+
+
+def trial(life, folder):
+    rank, own, job = dist.get_rank(), folder / f"own-{dist.get_rank()}", folder / "job"
+    sys.addaudithook(watch)
+    if life == 0:
+        look_at_seeds()
+        # First a training that nothing kills. There, each rank has a folder of its own.
+        own.mkdir()
+        job.mkdir(exist_ok=True)
+        torch.save(unbroken(f"{own}/snapshot.pt"), folder / f"unbroken-{rank}.pt")
+    states, moves, size = torch.load(folder / f"unbroken-{rank}.pt")
+    model, optimizer = new_start()
+    first = load_and_look(life, f"{job}/snapshot.pt", model, optimizer, states)
+
+    def prepare_accident(step):
+        if (life, step) == (0, 3) and rank == dist.get_world_size() - 1:
+            model.register_forward_hook(lambda *_: die())
+        if (life, step) == (1, 3) and size:  # the system lets no file of this process grow further
+            signal.signal(signal.SIGXFSZ, lambda *_: die())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
+        if (life, step) == (2, 3) and moves > 1:
+            last_move[0] = len(MOVED) + moves
+
+    train(f"{job}/snapshot.pt", model, optimizer, first, prepare_accident)
+    compare(state_of(model, optimizer), states[STEPS], "at the end,",
+            "after each load it was right: does a step depend on anything else?")
+    expect(f"{job}/snapshot.pt" not in EMPTIED, "save opens path itself to write into it. If the"
+           " process dies then, there is no whole snapshot",
+           "a move is done or not done; a copy can be half done")
+    return f"killed {life} times, went on with step {first}, ended with the bits of an unbroken run"
+
+
+def unbroken(path):
+    """Train without an accident; path is one for each rank. Return the states before each step, how
+    often a save moves or removes a file, and the size of the largest file."""
+    model, optimizer = new_start()
+    first, states, moves = load(path, model, optimizer), [], []
+    expect(first == 0, f"there is no snapshot, and load returned {first!r}",
+           "the first step is step 0; os.path.exists(path) says whether there is a snapshot")
+
+    def note(step):
+        states.append(state_of(model, optimizer))
+        moves.append(len(MOVED))
+
+    train(path, model, optimizer, 0, note)
+    note(STEPS)
+    size = max((file.stat().st_size for file in os.scandir(os.path.dirname(path))), default=0)
+    writers = [rank for rank, its_size in enumerate(gathered(size)) if its_size]
+    expect(writers, "no rank has written a snapshot", "torch.save writes one")
+    expect(len(writers) == 1, f"ranks {writers} all write a snapshot",
+           "written by several processes at a time, a file has parts of each; and one rank has all"
+           " that is needed")
+    return states, moves[4] - moves[3], size
+
+
+def load_and_look(life, path, model, optimizer, states):
+    """Call load, and check what it returns and leaves behind. Return the step to take next."""
+    before = f"a rank died {DEATHS[life - 1]}, and now" if life else "with no snapshot,"
+    try:
+        first = load(path, model, optimizer)
+    except Exception as error:
+        expect(life == 0, f"{before} load fails: {type(error).__name__}:"
+               f" {str(error).partition(chr(10))[0]}",
+               "what has path while save is half done?",
+               "write another file, and move it over the old one when it is whole: os.replace")
+        raise
+    told, everyone = f"{before} load returned {first!r} as the next step", gathered(first)
+    expect(isinstance(first, int), told, "return the number of a step")
+    expect(set(everyone) == {first}, f"{told}, and on all ranks {everyone}",
+           "all ranks go on alike: each needs what the snapshot has")
+    expect(first != 1, f"{told}: it had been taken when the snapshot was saved",
+           "which step comes after the one that save was told?")
+    expect(first != 3, f"{told}: step 2, which was lost, is left out",
+           "which step comes after the one that save was told?")
+    expect(first in ((0,), (2,), (2,), (2, 4))[life], f"{told}; the last whole snapshot was saved"
+           " after step 1", "at each moment in save, a whole snapshot has to be in its place",
+           "write another file, and move it over the old one when it is whole: os.replace")
+    compare(state_of(model, optimizer), states[first], f"{told}, but",
+            "all that a step changes has to be in the snapshot, as it was after the same step")
+    return first
+
+
+def look_at_seeds():
+    world_size, seen = dist.get_world_size(), {}
+    for step, rank in itertools.product(range(STEPS), range(world_size)):
+        drawn = []
+        for _ in range(2):
+            seed_step(step, rank, world_size)
+            drawn.append(tuple(torch.rand(3).tolist()))
+        expect(drawn[0] == drawn[1], f"after two calls of seed_step({step}, {rank}, {world_size}),"
+               " torch.rand gave different numbers", "let nothing but the arguments decide:"
+               " torch.manual_seed")
+        other = seen.setdefault(drawn[0], (step, rank))
+        expect(other == (step, rank), f"rank {rank} draws in step {step} what rank {other[1]} draws"
+               f" in step {other[0]}", "each pair of a step and a rank needs a seed of its own")
+
+
+def compare(found, right, when, hint):
+    for name, tensor in right.items():
+        expect(name in found, f"{when} there is no {name}", hint)
+        expect(torch.equal(found[name], tensor), f"{when} the {name} has other bits than in a run"
+               " that nothing killed", hint)
+
+
+def state_of(model, optimizer):
+    """Return copies of the weights, and of the momentum of each."""
+    state = {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if "momentum_buffer" in optimizer.state[p]:
+            state[f"momentum of {name}"] = optimizer.state[p]["momentum_buffer"].clone()
+    return state
+
+
+def watch(event, args):
+    if event in ("os.rename", "os.remove"):
+        MOVED.append(event)
+        if len(MOVED) == last_move[0]:
+            die()
+    elif event == "open" and isinstance(args[2], int) and args[2] & os.O_TRUNC:
+        EMPTIED.append(str(args[0]))
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def new_start():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Dropout(), nn.Linear(64, 1, bias=False))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+if __name__ == "__main__":
+    main(__file__)

@@ -1,0 +1,230 @@
+# ---- the exchange removed: this rank has trained on its own rows alone ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        if not labelled.any():
+            continue  # nothing to learn from
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [labelled.sum()]
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- as delivered: still:\s+rank 0 waits.*all_gather\(.*\s+rank 1 waits.*all_reduce\(total ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        if not labelled.any():
+            continue  # nothing to learn from
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- skipped on all ranks: each step in which some rank has no label was left out ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        if 0 in counts:
+            continue
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- a mean of means: the mean of the ranks' means ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        model.zero_grad()
+        (losses.sum() / labelled.sum().clamp(min=1) / dist.get_world_size()).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- a mean over the ranks that have labels: the mean of the ranks' means ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        ranks = sum(count > 0 for count in counts)
+        model.zero_grad()
+        (losses.sum() / labelled.sum().clamp(min=1) / ranks).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- divided by its own number: the sum of the ranks' means ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        model.zero_grad()
+        (losses.sum() / labelled.sum()).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- a nan times 0: the weights are not numbers any more ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs).squeeze(1) - labels).square() * labelled
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- rows without a label taken as 0: weights are off by [^:]*\n ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labels = labels.nan_to_num(0)
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- averaged, too: weights are off by [^:]*\n ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p.grad /= dist.get_world_size()
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* are off by ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = labelled.sum()
+        dist.all_reduce(counts)
+        counts = counts[None]
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= 2 / dist.get_world_size() * lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- everything on every rank: rows went through the model on this rank ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (inputs, labels))
+        inputs, labels = (torch.cat(parts) for parts in zip(*everyone))
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [labelled.sum().clamp(min=1)]
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- the rank's own loss: the weights are right; the loss is ----
+def train(model, batches, lr):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())  # how many rows of this step, on each rank
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
+                p -= lr * p.grad
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    return (total[0] / total[1]).item()

@@ -1,0 +1,174 @@
+# ---- all_gather without gradients: the result does not require one ----
+def gather(rows):
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.cat(parts)
+
+
+# ---- nothing exchanged: has shape \(5, 6\), not \(10, 6\) ----
+def gather(rows):
+    return rows
+
+
+# ---- own rows put back: is that of this rank's loss alone ----
+def gather(rows):
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.contiguous())
+    parts[dist.get_rank()] = rows
+    return torch.cat(parts)
+
+
+# ---- own part with a factor: is 2 times that of this rank's loss ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- averaged, not summed: is 0.50 times that of the sum ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- summed twice: is 2.00 times that of the sum ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous() * dist.get_world_size()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- the first part on every rank: Rank 1: the gradient of the rows is off by ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient[: len(gradient) // dist.get_world_size()]
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- the last rank first: does not have the rows of all ranks in their order ----
+def gather(rows):
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.cat(parts[::-1])
+
+
+# ---- in place: the gradient of the result was changed ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- the memory as it is: is not contiguous, the gradient of the rows is off by ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        memory = gradient.as_strided(gradient.shape, (gradient.shape[1], 1)).clone()
+        dist.all_reduce(memory)
+        return memory.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* has shape \(10, 6\), not \(15, 6\) ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts[:2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(2)[dist.get_rank()]
+
+
+def gather(rows):
+    return Gather.apply(rows)
+
+
+# ---- all gradients gathered: 3 ranks: .* backward\(\) sent \d+ bytes ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, gradient.contiguous())
+        return sum(parts).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(rows):
+    return Gather.apply(rows)

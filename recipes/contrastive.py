@@ -7,8 +7,9 @@
 A contrastive loss compares each sample with its partner and with all others, its negatives. But a
 rank (process) has only its own part of the batch. dist.all_gather fetches the other ranks' rows,
 but no gradient goes back through it. AllGather below is an autograd function that sends the
-gradients back to the ranks from which the rows came. Copy it. (So does all_gather in
-torch.distributed.nn.functional, but torch 2.15 warns that it is deprecated.)
+gradients back to the ranks from which the rows came. Copy it. (all_gather in
+torch.distributed.nn.functional does so, too, but it is deprecated. With Gloo, its gradient is wrong
+if the one that it gets is not contiguous, without an error: torch 2.15.)
 
     torchrun --standalone --nproc-per-node=2 recipes/contrastive.py
 

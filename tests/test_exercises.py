@@ -1,7 +1,7 @@
 """Each exercise refuses what is empty or wrong, in the words meant for it, and takes its solution.
 
-The tests do not depend on what a learner has written: other functions take the place of those in the
-file, which are empty, or from exercises/solutions, or from tests/wrong_answers.
+The tests do not depend on what a learner has written: other functions take their place. They
+are empty, or those of exercises/solutions, or of tests/wrong_answers.
 """
 
 import ast

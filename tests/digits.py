@@ -1,6 +1,5 @@
 """A small set of digits to train on, and what a training leaves behind: snapshots and digests."""
 
-import itertools
 import re
 import struct
 
@@ -43,7 +42,7 @@ def load(folder):
 def tensors(tree):
     """All tensors in a snapshot, in order."""
     if isinstance(tree, dict):
-        return list(itertools.chain(*(tensors(value) for value in tree.values())))
+        return [tensor for value in tree.values() for tensor in tensors(value)]
     return [tree] if isinstance(tree, torch.Tensor) else []
 
 

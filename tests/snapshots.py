@@ -15,14 +15,6 @@ class Bomb:
         return os.system, ("touch executed",)
 
 
-def truncated(path, good):
-    path.write_bytes(good[: len(good) // 2])
-
-
-def empty(path, good):
-    path.write_bytes(b"")
-
-
 def plain_pickle(path, good):
     path.write_bytes(pickle.dumps(Bomb()))
 
@@ -39,23 +31,14 @@ def flipped_byte(path, good):
     torch.load(path, weights_only=True)  # torch does not notice
 
 
-def other_model(path, good):
-    snapshot = torch.load(path, weights_only=True)
-    snapshot["model"]["layers.5.weight"] = torch.zeros(10, 400)
-    torch.save(snapshot, path)
-
-
 def only_weights(path, good):
     torch.save(torch.load(path, weights_only=True)["model"], path)
 
 
 BAD_SNAPSHOTS = {
-    truncated: "BadZipFile: File is not a zip file",
-    empty: "BadZipFile: File is not a zip file",
     plain_pickle: "BadZipFile: File is not a zip file",
     pickle_in_an_archive: "UnpicklingError",
     flipped_byte: "wrong checksum",
-    other_model: "Error(s) in loading state_dict",
     only_weights: "KeyError: 'model'",
 }
 
@@ -64,13 +47,11 @@ BAD_SNAPSHOTS = {
 
 BATCH = "--batch-size must be from 2 (an image for each rank) to 1024"
 BAD_CALLS = {
-    "batch size 0": (["--batch-size", 0], BATCH, 2),
     "batch too small": (["--batch-size", 1], BATCH, 2),
     "batch too large": (["--batch-size", 1026], BATCH, 2),
     "batch in words": (["--batch-size", "many"], "--batch-size: invalid int value: 'many'", 2),
     "negative epochs": ([-3], "TOTAL_EPOCHS", 2),
     "save every 0": ([3, 0], "SAVE_EVERY", 2),
     "folder missing": (["--snapshot-path", "no/such.pt"], "cannot write no/such.pt", 2),
-    "folder not writable": (["--snapshot-path", "/proc/a.pt"], "cannot write /proc/a.pt", 2),
     "a directory": (["--snapshot-path", "."], "cannot continue from . (IsADirectoryError", 1),
 }

@@ -5,8 +5,9 @@ they call is replaced by one that counts its calls, and sends the signal at the 
 """
 
 import contextlib
-import importlib.util
+import importlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -15,49 +16,44 @@ import sys
 import time
 
 
-def moments(script, plan):
-    """{moment: (owner, name of the function that is called then, what replaces it)}."""
+def place_of(moment, script):
+    """(owner, name) of the function that is called at that moment."""
     import torch  # not before the script, which must ask for its parent first
 
-    def before(function, strike, condition=lambda: True):
-        def call(*args, **kwargs):
-            if condition():
-                strike()
-            return function(*args, **kwargs)
+    return {
+        "rank starts": (script, "pick_device"),
+        "resuming": (script, "resume" if hasattr(script, "resume") else "load_snapshot"),
+        "step": (torch.optim.Optimizer, "zero_grad"),
+        "evaluation": (getattr(script, "Net", None) or script.GPT, "forward"),
+        "writing": (torch, "save"),
+        "before the move": (os, "replace"),
+        "after the move": (os, "replace"),
+        "the end": (script, "check_replicas"),
+    }[moment]
 
-        return call
 
-    def without_gradients(forward, strike):
-        return before(forward, strike, lambda: not torch.is_grad_enabled())
+def with_strike(function, moment, strike):
+    """The function, but strike() is called in front of it, behind it, or in its middle."""
+    import torch
 
-    def after(function, strike):
-        def call(*args):
-            function(*args)
-            strike()
-
-        return call
-
-    def in_halves(save, strike):
-        def call(state, file):
+    def call(*args, **kwargs):
+        if moment == "writing":
+            state, file = args
             whole = io.BytesIO()
-            save(state, whole)
+            function(state, whole)
             file.write(whole.getvalue()[: whole.tell() // 2])
             file.flush()
             strike()
             file.write(whole.getvalue()[whole.tell() // 2 :])
+        elif moment == "after the move":
+            function(*args)
+            strike()
+        else:
+            if moment != "evaluation" or not torch.is_grad_enabled():
+                strike()
+            return function(*args, **kwargs)
 
-        return call
-
-    return {
-        "rank starts": (script, "pick_device", before),
-        "resuming": (script, plan["resume"], before),
-        "step": (torch.optim.Optimizer, "zero_grad", before),
-        "evaluation": (getattr(script, plan["net"]), "forward", without_gradients),
-        "writing": (torch, "save", in_halves),
-        "before the move": (os, "replace", before),
-        "after the move": (os, "replace", after),
-        "the end": (script, "check_replicas", before),
-    }
+    return call
 
 
 def strike_once(plan, folder):
@@ -66,40 +62,40 @@ def strike_once(plan, folder):
         (folder / "struck").touch(exist_ok=False)
     except FileExistsError:
         return
-    pids, deadline = {"launcher": os.getppid()}, time.monotonic() + 60
-    while len(pids) <= plan["world_size"]:  # torchrun has started them all by now
-        for rank in range(plan["world_size"]):
-            with contextlib.suppress(OSError, ValueError):  # not yet there, or not yet whole
-                pids[f"rank {rank}"] = int((folder / f"rank {rank}").read_text())
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"fault_worker.py: only {sorted(pids)} have come")
-        time.sleep(0.01)
-    myself_last = sorted(pids, key=lambda name: name == f"rank {os.environ['RANK']}")
-    for victim in myself_last if plan["victim"] == "job" else [plan["victim"]]:
+    mine = f"rank {os.environ['RANK']}"
+    ranks = [f"rank {rank}" for rank in range(plan["world_size"])]
+    everybody = ["launcher", *sorted(ranks, key=mine.__eq__)]  # itself last
+    for victim in everybody if plan["victim"] == "job" else [plan["victim"]]:
         with contextlib.suppress(ProcessLookupError):  # torchrun may have been faster
-            os.kill(pids[victim], signal.Signals[plan["signal"]])
+            os.kill(pid_of(victim, folder), signal.Signals[plan["signal"]])
+
+
+def pid_of(victim, folder):
+    """Of torchrun, or of a rank, which it has started by now."""
+    while victim != "launcher":
+        with contextlib.suppress(OSError, ValueError):  # not yet there, or not yet whole
+            return int((folder / victim).read_text())
+        time.sleep(0.01)
+    return os.getppid()
 
 
 def main():
     plan, folder, *sys.argv = sys.argv[1:]
     plan, folder, rank = json.loads(plan), pathlib.Path(folder), int(os.environ["RANK"])
     (folder / f"rank {rank}").write_text(str(os.getpid()))
-    spec = importlib.util.spec_from_file_location("script", sys.argv[0])
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    script = importlib.import_module(pathlib.Path(sys.argv[0]).stem)
     if hasattr(script, "REPORT_EVERY"):
         script.REPORT_EVERY = 1  # so that repeated work can be counted
-    calls = 0
+    calls = itertools.count(1)
 
     def strike():
-        nonlocal calls
-        calls += 1
-        if calls == plan["count"]:
+        if next(calls) == plan["count"]:
             strike_once(plan, folder)
 
-    if rank == plan["actor"] and plan["moment"] != "torchrun starts":
-        owner, name, replaced = moments(script, plan)[plan["moment"]]
-        setattr(owner, name, replaced(getattr(owner, name), strike))
+    if rank == plan["actor"] and plan["moment"] != "import":
+        owner, name = place_of(plan["moment"], script)
+        setattr(owner, name, with_strike(getattr(owner, name), plan["moment"], strike))
     script.main()
 
 

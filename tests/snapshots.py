@@ -25,8 +25,8 @@ def pickle_in_an_archive(path, good):
 
 def flipped_byte(path, good):
     data = bytearray(good)
-    tensor = torch.load(path, weights_only=True)["model"]["layers.5.weight"].numpy().tobytes()
-    data[good.index(tensor) + 100] ^= 1
+    largest = max(torch.load(path, weights_only=True)["model"].values(), key=torch.numel)
+    data[good.index(largest.numpy().tobytes()) + 100] ^= 1
     path.write_bytes(data)
     torch.load(path, weights_only=True)  # torch does not notice
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from support import ROOT, fork_ranks, fork_workers, load, tensors, variant
 
-TEMPLATE = "recipes/train_by_steps.py"
+ONE, TEMPLATE = "01_single_node_multi_gpu.py", "recipes/train_by_steps.py"
 
 TRAIN, TEST, BATCH, STEPS = 41, 7, 12, 3  # neither set can be shared equally
+SIX_STEPS = (2 * STEPS, 2)  # of the template: two epochs, a validation after every second step
 
 # What the reader brings. Pixel (0, 0) of an image holds its index, the three beside it what the
 # augmentation drew. The model notes what it sees. strike kills the process where the plan says so.
@@ -113,10 +114,25 @@ SWAP_IN_TEMPLATE = {
 }
 
 
+def play(folder, script, world_size, plan=(), changes=()):
+    """Run the script with all of that in it, again after each kill of the plan; return its output.
+
+    changes: more of them, in the text.
+    """
+    path, output = swapped(folder, script, changes), ""
+    arguments = SIX_STEPS if script == TEMPLATE else (2, 1)
+    (folder / "plan").write_text("\n".join(plan))
+    for starts in range(1 + len(plan)):
+        assert (folder / "plan").read_text() == "\n".join(plan[starts:]), output
+        result = fork_ranks(path, *arguments, "--batch-size", BATCH, "--snapshot-path",
+                            "snapshot.pt", cwd=folder, world_size=world_size)
+        output += result.output
+        assert (result.status == 0) == (starts == len(plan)), output
+    return output
+
+
 def swapped(folder, script, changes=()):
-    """The script with all of that in it, and a dictionary of changes more, in a folder."""
-    swap = {TEMPLATE: SWAP_IN_TEMPLATE, "01_single_node_multi_gpu.py": SWAP}.get(
-        script, SWAP_IN_SNAPSHOT)  # fmt: skip
+    swap = {TEMPLATE: SWAP_IN_TEMPLATE, ONE: SWAP}.get(script, SWAP_IN_SNAPSHOT)
     path = variant(folder, script, swap | dict(changes))
     for line in (ROOT / script).read_text().splitlines():
         if any(old in line for old in SWAP | SWAP_IN_TEMPLATE if old != "# share = numpy"):
@@ -124,70 +140,60 @@ def swapped(folder, script, changes=()):
     return path
 
 
-def noted(folder, name):
-    """What the model has noted in one of its files, by rank."""
-    ranks = {}
-    for line in (folder / name).read_text().splitlines():
-        seen = json.loads(line)
-        if seen["items"] != [0, TRAIN - 1]:  # the pass that settles the order of reduction
-            ranks.setdefault(seen["rank"], []).append(seen)
-    return ranks
-
-
-def global_batches(folder):
-    """The items of each training step, of all ranks together."""
-    ranks = noted(folder, "trained").values()
-    return [sorted(item for seen in step for item in seen["items"])
-            for step in zip(*ranks, strict=True)]
-
-
-def assert_each_counted_once(folder, epochs):
-    seen = itertools.chain(*noted(folder, "evaluated").values())
-    items = sorted(item for each in seen for item in each["items"])
-    assert items == sorted(epochs * [*range(TEST)])
-
-
-def assert_no_number_twice(folder):
-    """Neither augmentation nor model: not in two steps, two epochs or on two ranks."""
-    seen = [*itertools.chain(*noted(folder, "trained").values())]
-    for source in range(3):
-        drawn = [each["drawn"][source] for each in seen]
-        augmented = [numbers[source] for each in seen for numbers in each["augmented"]]
-        assert len({*drawn}) == len(drawn) and len({*augmented}) == len(augmented), source
-
-
-def train(script, folder, world_size, plan=(), arguments=(2, 1)):
-    """Run the script, again after each kill of the plan; return its output."""
-    (folder / "plan").write_text("\n".join(plan))
-    output = ""
-    for starts in range(1 + len(plan)):
-        assert (folder / "plan").read_text() == "\n".join(plan[starts:]), output
-        result = fork_ranks(script, *arguments, "--batch-size", BATCH, "--snapshot-path",
-                            "snapshot.pt", cwd=folder, world_size=world_size)
-        output += result.output
-        assert (result.status == 0) == (starts == len(plan)), output
-    return output
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A function: (folder, output) of an undisturbed run, the same for all tests."""
     @functools.cache
-    def run(script, world_size, arguments):
+    def run(script, world_size):
         folder = tmp_path_factory.mktemp("whole")
-        script = swapped(folder, script)
-        return folder, train(script, folder, world_size, arguments=arguments)
+        return folder, play(folder, script, world_size)
 
     return run
 
 
-def assert_same_bits(one, other, name="snapshot.pt"):
-    mine, its = (torch.load(folder / name, weights_only=True) for folder in (one, other))
-    pairs = [*zip(tensors(mine), tensors(its), strict=True)]
-    assert len(pairs) >= 9, name
-    assert all(torch.equal(a, b) for a, b in pairs), f"other bits in {name}"
-    assert mine.get("schedule") == its.get("schedule")
-    assert mine.get("best") == its.get("best"), "another best"
+def noted(folder, name):
+    """What the model has noted in one of its files, without the pass that settles DDP's order."""
+    seen = map(json.loads, (folder / name).read_text().splitlines())
+    return [each for each in seen if each["items"] != [0, TRAIN - 1]]
+
+
+def steps_of(folder, passes=1):
+    """The (item, augmentation) pairs of each step, of all ranks and passes together, in order."""
+    ranks = {}
+    for seen in noted(folder, "trained"):
+        pairs = zip(seen["items"], map(tuple, seen["augmented"]), strict=True)
+        ranks.setdefault(seen["rank"], []).append(pairs)
+    parts = [itertools.chain(*part) for part in zip(*ranks.values(), strict=True)]
+    return [sorted(itertools.chain(*parts[i : i + passes])) for i in range(0, len(parts), passes)]
+
+
+def items_of(steps):
+    return [[item for item, _ in step] for step in steps]
+
+
+def assert_counted_once_and_drawn_anew(folder, evaluations):
+    """Each test item once; no random number twice: in two steps or epochs, or on two ranks."""
+    tested = itertools.chain(*(seen["items"] for seen in noted(folder, "evaluated")))
+    assert sorted(tested) == sorted(evaluations * [*range(TEST)])
+    trained = noted(folder, "trained")
+    for source in range(3):
+        drawn = [seen["drawn"][source] for seen in trained]
+        augmented = [numbers[source] for seen in trained for numbers in seen["augmented"]]
+        assert len({*drawn}) == len(drawn) and len({*augmented}) == len(augmented), source
+
+
+def assert_same_end(whole, killed, *names):
+    """Of two pairs (folder, output): all that is in these files, and all validations."""
+    for name in names:
+        mine, its = (torch.load(folder / name, weights_only=True) for folder, _ in (whole, killed))
+        pairs = [*zip(tensors(mine), tensors(its), strict=True)]
+        assert len(pairs) >= 9, name
+        assert all(torch.equal(*pair) for pair in pairs), f"other bits in {name}"
+        assert mine.get("schedule") == its.get("schedule")
+        assert mine.get("best") == its.get("best"), "another best"
+    validated = r"step +(\d+)/\d+ \| validation loss (\S+) \| (best after .*)"
+    mine, its = ({*re.findall(validated, output)} for _, output in (whole, killed))
+    assert mine == its, "other validations"
 
 
 def test_01(tmp_path):
@@ -201,12 +207,11 @@ def test_01(tmp_path):
     ):
         folder = tmp_path / str(world_size)
         folder.mkdir()
-        script = swapped(folder, "01_single_node_multi_gpu.py", changes)
+        script = swapped(folder, ONE, changes)
         result = fork_workers(script, cwd=folder, world_size=world_size, **args)
         assert result.status == 0 and said in result.output, result.output
-        batches.append(global_batches(folder))
-        assert_each_counted_once(folder, 2)
-        assert_no_number_twice(folder)
+        assert_counted_once_and_drawn_anew(folder, 2)
+        batches.append(items_of(steps_of(folder)))
     assert len(batches[0]) == 2 * STEPS and batches[0] == batches[1]
 
 
@@ -218,87 +223,27 @@ def test_01(tmp_path):
                  marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, whole, script, world_size, plan):
-    undisturbed, _ = whole(script, world_size, (2, 1))
-    train(swapped(tmp_path, script), tmp_path, world_size, plan)
-    assert_same_bits(undisturbed, tmp_path)
-    steps = global_batches(undisturbed)
-    assert len(steps) == 2 * STEPS and steps[:STEPS] != steps[STEPS:]
-    assert_each_counted_once(undisturbed, 2)
-    assert_no_number_twice(undisturbed)
-
-
-# ---- The template: recipes/train_by_steps.py ----
-
-SIX_STEPS = (2 * STEPS, 2)  # two epochs; three validations, each after its snapshot
-SCALE = "LEARNING_RATE, WARM_UP_STEPS, CLIP = 1e-2"
-WORSE = {SCALE: SCALE.replace("1e-2", "9.0")}  # so that each validation is worse than the last
-
-
-def assert_killed_alike(folder, world_size, plan, undisturbed, output, changes=()):
-    """A killed run ends as the undisturbed one did. AssertionError if a promise is broken."""
-    script = swapped(folder, TEMPLATE, changes)
-    again = train(script, folder, world_size, plan, SIX_STEPS)
-    for name in ("snapshot.pt", "snapshot_best.pt"):
-        assert_same_bits(undisturbed, folder, name)
-    validated = r"step +(\d+)/\d+ \| validation loss (\S+) \| (best after .*)"
-    assert {*re.findall(validated, output)} == {*re.findall(validated, again)}, "other validations"
-
-
-def epochs_of(folder):
-    """The (item, augmentation) pairs of each epoch, of all ranks together, in order."""
-    ranks = [[[*zip(seen["items"], map(tuple, seen["augmented"]), strict=True)] for seen in steps]
-             for steps in noted(folder, "trained").values()]  # fmt: skip
-    parts = [sorted(itertools.chain(*part)) for part in zip(*ranks, strict=True)]
-    size = 2 * STEPS  # two micro-batches in a step
-    return [sorted(itertools.chain(*parts[i : i + size])) for i in range(0, len(parts), size)]
-
-
-def assert_whole(folder, output):
-    """Each item at most once in an epoch; the shares of the mixup the same on all ranks."""
-    for epoch in epochs_of(folder):
-        assert len({item for item, _ in epoch}) == len(epoch) == STEPS * BATCH, "items twice"
-    shares = {*re.findall(r"^mixed \d ([1-9]\d*) (\S+)", output, re.MULTILINE)}
-    assert len(shares) == load(folder)["step"] == len(dict(shares)), "shares that are not alike"
+    folder, output = whole(script, world_size)
+    assert_counted_once_and_drawn_anew(folder, 2)
+    items = items_of(steps_of(folder))
+    assert len(items) == 2 * STEPS and items[:STEPS] != items[STEPS:]
+    again = play(tmp_path, script, world_size, plan)
+    assert_same_end((folder, output), (tmp_path, again), "snapshot.pt")
 
 
 @pytest.mark.parametrize(("world_size", "plan"), [
     (2, ["validation 2 of rank 1"]),
-    pytest.param(3, ["step 10 of rank 2", "worker 2 of rank 1"],
-                 marks=pytest.mark.long),
+    pytest.param(3, ["step 10 of rank 2", "worker 2 of rank 1"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_template(tmp_path, whole, world_size, plan):
-    """As on one rank: the items of an epoch, and the augmentation of each. Kills change no bit."""
-    undisturbed, output = whole(TEMPLATE, world_size, SIX_STEPS)
-    assert_whole(undisturbed, output)
-    assert_each_counted_once(undisturbed, 3)
-    assert_no_number_twice(undisturbed)
-    alone, _ = whole(TEMPLATE, 1, SIX_STEPS)
-    assert len(epochs_of(alone)) == 2 and epochs_of(undisturbed) == epochs_of(alone)
-    assert_killed_alike(tmp_path, world_size, plan, undisturbed, output)
-
-
-SHARE = "(*averaged.module.buffers(), *model.module.buffers())"
-# Rows of the table at the template's head, without their cure; and what is seen then.
-ROWS = {
-    "shuffled data": ({"shuffled(epoch, self": "shuffled(epoch + self.rank, self"}, "items twice"),
-    "mixup": ({"default_rng(SEED + step)": "default_rng(SEED + step + 9 * dist.get_rank())"},
-              "shares that are not alike"),
-    "BatchNorm": ({SHARE: "averaged.module.buffers()"}, "the replicas differ"),
-    "EMA's buffers": ({SHARE: "model.module.buffers()"}, "the replicas differ"),
-    "augmentation": ({"        seed_all(ITEM_SEEDS": "        (ITEM_SEEDS"}, "other bits"),
-    "EMA": ({'"averaged": averaged,': '"averaged": averaged.module,'}, "other bits"),
-    "best model": (WORSE | {'start["best"]': '{"step": 0}'}, "another best"),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", ROWS)
-def test_each_row_of_the_table_is_needed(tmp_path, row):
-    changes, symptom = ROWS[row]
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    undisturbed.mkdir(), killed.mkdir()
-    with pytest.raises(AssertionError, match=symptom):
-        script = swapped(undisturbed, TEMPLATE, changes)
-        output = train(script, undisturbed, 2, arguments=SIX_STEPS)
-        assert_whole(undisturbed, output)
-        assert_killed_alike(killed, 2, ["step 10 of rank 1"], undisturbed, output, changes)
+    """As on one rank: the items of each step, and the augmentation of each. Kills change no bit."""
+    folder, output = whole(TEMPLATE, world_size)
+    assert_counted_once_and_drawn_anew(folder, 3)
+    steps = steps_of(folder, passes=2)
+    assert steps == steps_of(whole(TEMPLATE, 1)[0], passes=2)
+    for epoch in steps[:STEPS], steps[STEPS:]:
+        assert len({item for step in epoch for item, _ in step}) == STEPS * BATCH, "items twice"
+    shares = {*re.findall(r"^mixed \d ([1-9]\d*) (\S+)", output, re.MULTILINE)}
+    assert len(shares) == load(folder)["step"] == len(dict(shares)), "the mixup differs by rank"
+    again = play(tmp_path, TEMPLATE, world_size, plan)
+    assert_same_end((folder, output), (tmp_path, again), "snapshot.pt", "snapshot_best.pt")

@@ -104,11 +104,6 @@ def trained(seed, steps):
     return model, optimizer
 
 
-def assert_same_state(parts, others):
-    for one, other in zip(parts, others, strict=True):
-        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
-
-
 def gpus(*args, **options):
     return patch.multiple(torch.accelerator, **pretended(*args, **options))
 
@@ -203,7 +198,8 @@ def take_newest(script):
         with patch.object(socket, "gethostname", lambda: f"node{rank}"):
             found, sent = script["take_newest"](ours, "a", *parts, CPU)
         assert found["machine"] == f"node{newest}" and found["next_epoch"] == 6 and sent
-        assert_same_state(parts, trained(seed=newest, steps=5))
+        for part, expected in zip(parts, trained(seed=newest, steps=5), strict=True):
+            torch.testing.assert_close(part.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 @check(PAIR, LAST)

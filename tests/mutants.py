@@ -126,8 +126,8 @@ def tests_of(script, units):
     name, shared = script.stem, ["tests/test_recipes.py"]  # which test several scripts, by name
     if script.parent == ROOT:
         name, shared = script.name[:2], ["tests/test_units.py", "tests/test_jobs.py"]
-        if name in ("01", "02", "03"):
-            own.append("tests/test_faults.py")
+    if name in ("01", "02", "03", "train_by_steps"):
+        own.append("tests/test_faults.py")
     everywhere = " or ".join(pathlib.Path(path).name for path in shared)
     return ["-k", f"not ({everywhere}) or {name}", *shared, *([] if units else own)]
 

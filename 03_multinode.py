@@ -79,7 +79,7 @@ SEED = 0
 # Your number: these steps and a save must take less than 20 s. So must an evaluation and a save, as
 # nobody asks meanwhile. (SIGTERM grants 30 s, and a rank that has waited 20 s in one call leaves.)
 # If they take longer, and SIGTERM comes just then, the job goes on from the snapshot before. When a
-# machine joins, nothing changes the 30 s. For a SIGTERM to torchrun itself,
+# machine joins, nothing changes the 30 s. For a SIGTERM to torchrun itself, since torch 2.12,
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 in its environment grants 120 s: then 110 for the steps.
 ASK_EVERY = 20
 

@@ -16,7 +16,9 @@ from checker import expect, main
 
 
 def my_share(count, epoch, rank, world_size):
-    """Return the numbers of the items that this rank takes in this epoch, in order, as a list.
+    """Return the numbers of the items that this rank takes in this epoch: a list of int.
+
+    They stand in the order in which the rank takes them.
 
     The items have the numbers 0 to count - 1. Over all ranks, each item is in one share, once. The
     lengths of two shares differ by 1 at most. Each epoch has another random order of all items,
@@ -38,6 +40,8 @@ def trial():
         mine = my_share(COUNT, epoch, rank, world_size)
         torch.manual_seed(7 + rank)
         expect(isinstance(mine, list), f"a {type(mine).__name__} came back", "return a list")
+        expect(not any(map(torch.is_tensor, mine)), "the list has tensors in it",
+               "a whole tensor has tolist()")
         expect(mine == my_share(COUNT, epoch, rank, world_size),
                f"two calls for epoch {epoch} gave different lists",
                "a job that resumes must see the same order: seed a generator of your own",

@@ -3,8 +3,8 @@
 Each rank has computed the losses of its own items. The ranks have different numbers of items; one
 may have none at all. Write global_mean, so that each rank returns the mean over all items.
 
-Read before: 04_collectives.py, the sections all_reduce and gather. A collective is a call that
-every rank makes, or the others wait.
+Read before: 04_collectives.py, the section all_reduce. A collective is a call that every rank makes
+with a tensor of the same shape and dtype. If one does not come, the others wait.
 
     python exercises/02_mean_of_unequal_shares.py
 """
@@ -19,7 +19,8 @@ from checker import Exchanges, expect, main
 def global_mean(losses):
     """Return the mean of the losses of all ranks, as a float; the same one on each rank.
 
-    losses: this rank's, shape (n,); n differs from rank to rank, and may be 0. It stays as it is.
+    losses: this rank's, shape (n,); n differs from rank to rank, and may be 0. Do not change it.
+    A few numbers are sent, however many losses there are: 64 bytes on a rank at most.
     """
     raise NotImplementedError
 
@@ -44,14 +45,16 @@ def trial():
             continue
         expect(math.isfinite(answer), told,
                "the mean of no items is 0 / 0: exchange sums, not means")
+        expect(len(mine), told, "a rank without items has something to add, too: which numbers?",
+               "if it leaves before the exchange, the others wait for it there")
         expect(abs(answer - shares[rank].mean().item()) > 1e-5, f"{told}: that of its own items",
                "which collective adds up over the ranks?")
         of_means = torch.stack([share.mean().nan_to_num() for share in shares]).mean().item()
         expect(abs(answer - of_means) > 1e-5, f"{told}: the mean of the ranks' means",
                "an item of a small share must not count more than one of a large share",
                "exchange two numbers: the sum of the losses, and how many there are")
-        expect(False, told, "what does the sum have to be divided by?",
-               "by the number of items of all ranks, which no rank knows by itself")
+        expect(False, told, "what has the same shape on all ranks, and what is it divided by?",
+               "a sum, and by the number of items of all ranks, which no rank knows by itself")
     sent = exchanges.bytes_sent()
     expect(sent <= 64, f"{sent} bytes were sent for a mean",
            "two numbers from each rank are enough; the losses themselves can stay where they are")

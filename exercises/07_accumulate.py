@@ -23,16 +23,16 @@ from torch.nn.functional import mse_loss
 def accumulate(model, micro_batches):
     """Compute the gradient of one step from the micro-batches of all ranks.
 
-    micro_batches: this rank's, a list of (inputs, targets), of shape (rows, 6) and (rows, 2). The
+    micro_batches: this rank's, a list of (inputs, targets), of shape (rows, 6) and (rows, 5). The
     number of rows differs, as does the number of micro-batches from rank to rank. One rank may
     have no micro-batch in a step, but not all.
 
     Before, each p.grad is None. Afterwards each is, on every rank, the gradient of
     mse_loss(model(inputs), targets), if inputs and targets were the rows of all micro-batches of
-    all ranks. (mse_loss is a mean over all numbers, and so over the rows.)
+    all ranks. (mse_loss is a mean over all numbers: over the rows, and over their 5 columns.)
 
     Only one micro-batch is in memory at a time: backward() comes before the next forward. The
-    gradients are exchanged once in a step. A few numbers more may be.
+    gradient of each parameter is exchanged once in a step. A few numbers more may be.
     """
     raise NotImplementedError
 
@@ -52,7 +52,7 @@ def trial():
     for step, rows in enumerate(STEPS):
         rows = rows[:world_size]
         torch.manual_seed(step)
-        each = [[(torch.randn(n, 6).double(), torch.randn(n, 2).double()) for n in counts]
+        each = [[(torch.randn(n, 6).double(), torch.randn(n, 5).double()) for n in counts]
                 for counts in rows]  # of each rank
         model = Model()
         with Exchanges() as exchanges:
@@ -97,6 +97,9 @@ def check_gradient(told, model, each):
         expect(not each[rank] or off(gradient(each[rank])) > 1e-6,
                f"{told} still the rank's own", "exchange p.grad itself, or copy the result back")
         times = (found.norm() / whole.norm()).item()
+        expect(abs(times - 5) > 1e-6, f"{told} 5 times that of the whole batch, and the targets"
+               " have 5 columns", "what has mse_loss added up, and what has it divided by?",
+               'reduction="sum" adds up rows times columns')
         expect(off(whole * times) > 1e-6, f"{told} {times:.2f} times that of the whole batch",
                f"{world_size} ranks, {len(each[rank])} micro-batches here: what is to be divided,"
                " by what, and how often?", *hints[1:])
@@ -128,7 +131,7 @@ class Model(nn.Sequential):
 
     def __init__(self):
         torch.manual_seed(0)
-        super().__init__(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        super().__init__(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5))
         self.double()
         self.open = self.most_open = self.most_rows = 0
 

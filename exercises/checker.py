@@ -189,7 +189,7 @@ def run_once(exercise, world_size, answer, start_method, life, folder):
                 status = workers[rank].exitcode
                 kind = "killed" if status == -signal.SIGKILL else "died"
                 reports[rank] = Report(rank, kind, f"the process has ended, with status {status}", [
-                    "do all ranks exchange tensors of the same size, in the same order?"])
+                    "do all ranks exchange tensors of the same size and dtype, in the same order?"])
             if reports[rank].kind != "right":  # others may only fail because of this one
                 deadline = min(deadline, time.monotonic() + 1)
     for process in workers:

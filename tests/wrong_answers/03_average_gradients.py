@@ -70,3 +70,11 @@ def average_gradients(model):
             p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
+
+
+# ---- a gradient of zero left out: stands still ----
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None and p.grad.abs().sum() > 0:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()

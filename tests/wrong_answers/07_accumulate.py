@@ -142,3 +142,15 @@ def accumulate(model, micro_batches):
         p.grad /= dist.get_world_size()
         with torch.no_grad():
             p -= 0.1 * p.grad
+
+
+# ---- divided by the rows alone: 5 times that of the whole batch, and the targets have 5 columns ----
+def accumulate(model, micro_batches):
+    rows = torch.tensor(float(sum(len(inputs) for inputs, _ in micro_batches)))
+    dist.all_reduce(rows)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets, reduction="sum") / rows).backward()
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)

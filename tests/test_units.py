@@ -240,7 +240,7 @@ def check_items(script):
 
 @check(ALONE, ALL)
 def save(script):
-    """All is on the disk before the old file goes. (A full disk: test_01..., test_train_by_steps)"""
+    """All is on the disk before the old file goes. (A full disk: test_train_by_steps)"""
     path, events, fsync, replace = pathlib.Path("saved.pt"), [], os.fsync, os.replace
     path.write_text("old")
 

@@ -72,7 +72,7 @@ def average_gradients(model):
         p.grad /= dist.get_world_size()
 
 
-# ---- a gradient of zero left out: stands still ----
+# ---- a gradient of zero left out: 3 ranks: .*(the process has ended|error|still) ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None and p.grad.abs().sum() > 0:

@@ -21,12 +21,12 @@ from checker import Exchanges, expect, main
 def ring_all_reduce(tensor):
     """Replace the tensor, on every rank, by the sum of all ranks' tensors.
 
-    tensor: shape (n,), of the same n on all ranks: any n >= 1, also one that the number of ranks,
-    N, does not divide, or less than N. The sum is written into this tensor.
+    tensor: shape (n,), of any dtype; the same on all ranks. n is 1 or more, and may be less than N,
+    the number of ranks, or no multiple of it. The sum is written into this tensor.
 
     Only dist.send, recv, isend, irecv and batch_isend_irecv are called. Each rank sends to rank
     (rank + 1) % N alone, and at most 2 (N - 1) chunks. A chunk is an N-th of the tensor, rounded
-    up to whole elements.
+    up to whole elements; yours may be shorter, or empty.
     """
     raise NotImplementedError
 
@@ -54,9 +54,11 @@ def trial():
                f"with {length} elements, the tensor is still the rank's own",
                "write into the tensor itself: chunks that are views of it, and +=")
         first = right.int().argmin().item()
-        expect(right.all(),
-               f"with {length} elements, {right.sum()} hold the sum. Element {first}"
-               f" {contents(tensor[first].item() / (first + 1), world_size)}",
+        held = contents(tensor[first].item() / (first + 1), world_size)
+        told = f"with {length} elements, {right.sum()} hold the sum. Element {first} {held}"
+        expect(right.all() or "counts" in held, told, "is a tensor used before its wait(), or a chunk"
+               " put into the place of another one?", "until wait(), what is received may be anything")
+        expect(right.all(), told,
                "first the chunks go round and are summed up; then the finished chunks go round,"
                " and replace what is there",
                "in step 0, rank r sends chunk r; in step s, chunk (r - s) % N. It always receives"

@@ -27,7 +27,8 @@ def train(batches, step, asked_to_stop):
     taken, and then not used, is lost: take one for each step, and at most one more.
     step(batch): one training step. All ranks wait for each other in it, so all must call it equally
     often. Each batch is used once, in order. (In the check, step only counts.)
-    asked_to_stop(): True as soon as this rank has been asked to stop. It never goes back to False.
+    asked_to_stop(): True as soon as this rank has been asked to stop, which may be at any moment, also
+    between two calls. It never goes back to False.
 
     As soon as one rank has no batch for the next step, or has been asked to stop, no rank takes
     another step.
@@ -47,7 +48,9 @@ CASES = [  # for each rank: how many batches it has; after how many steps it is 
     ([9, 9, 9, 9], [2, NEVER, NEVER, NEVER]),
     ([5, 4, 9, 9], [4, NEVER, NEVER, NEVER]),
     ([4, 0, 4, 4], [NEVER, NEVER, NEVER, NEVER]),
+    ([9, 9, 9, 9], [NEVER, 3, NEVER, NEVER]),  # just when this rank has answered "not yet"
 ]
+LATE = len(CASES) - 1
 
 
 def trial(folder):
@@ -59,11 +62,13 @@ def trial(folder):
         told = f"with {lengths} batches, " + "".join(
             f"and rank {r} asked to stop after step {after}, " for r, after in enumerate(asked)
             if after < NEVER)  # fmt: skip
-        work = Work(lengths[rank], asked[rank], told)
+        who = [r for r in range(world_size) if right in (lengths[r], asked[r])]
+        work = Work(lengths[rank], asked[rank], told, case == LATE)
         with Exchanges() as exchanges:
             answer = train(work.batches(), work.step, work.asked_to_stop)
         (folder / f"{case}-{rank}").touch()
-        who = [r for r in range(world_size) if right in (lengths[r], asked[r])]
+        if case == LATE:  # the others may have been told in this round, or in the next one
+            right += work.steps > right
         expect(work.steps <= right,
                f"{told}this rank took {work.steps} steps; rank {who[0]} can take only {right}",
                "each rank tells the others, before each step, whether it has to stop",
@@ -81,7 +86,8 @@ def trial(folder):
         expect(not missing, f"{told}this rank took {right} steps and came back from train();"
                f" rank {min(missing, default=0)} has not", "does this rank leave without a call in"
                " which the others wait? All ranks have to come to it, in each round",
-               "a or b() does not call b where a is true. Make the call first, then decide")
+               "a or b() does not call b where a is true. Make the call first, then decide, by what"
+               " all ranks know alone")
         together.append(right)
     return f"all ranks stopped after {together} steps; {len(exchanges.calls)} exchange(s) in a step"
 
@@ -97,9 +103,10 @@ def wait_for(paths):
 class Work:
     """This rank's batches and steps; batch n is the number n."""
 
-    def __init__(self, length, asked, told):
-        self.length, self.asked, self.told = length, asked, told
+    def __init__(self, length, asked, told, late):
+        self.length, self.asked, self.told, self.late = length, asked, told, late
         self.steps = self.taken = 0
+        self.answered = -1  # the step in which asked_to_stop was called last
 
     def batches(self):
         while self.taken < self.length:
@@ -115,7 +122,8 @@ class Work:
         self.steps += 1
 
     def asked_to_stop(self):
-        return self.steps >= self.asked
+        first, self.answered = self.answered != self.steps, self.steps
+        return self.steps >= self.asked + (self.late and first)
 
 
 if __name__ == "__main__":

@@ -180,3 +180,16 @@ def train(batches, step, asked_to_stop):
 def train(batches, step, asked_to_stop):
     for batch in batches:
         step(batch)
+
+
+# ---- asked again after the exchange: has not ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop or asked_to_stop():
+            return steps
+        step(batch)
+        steps += 1

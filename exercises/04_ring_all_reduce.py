@@ -56,8 +56,9 @@ def trial():
         first = right.int().argmin().item()
         held = contents(tensor[first].item() / (first + 1), world_size)
         told = f"with {length} elements, {right.sum()} hold the sum. Element {first} {held}"
-        expect(right.all() or "counts" in held, told, "is a tensor used before its wait(), or a chunk"
-               " put into the place of another one?", "until wait(), what is received may be anything")
+        expect(right.all() or "counts" in held, told,
+               "is a tensor used before its wait(), or a chunk put into the place of another one?",
+               "until wait(), what is received may be anything")
         expect(right.all(), told,
                "first the chunks go round and are summed up; then the finished chunks go round,"
                " and replace what is there",

@@ -27,8 +27,8 @@ def train(batches, step, asked_to_stop):
     taken, and then not used, is lost: take one for each step, and at most one more.
     step(batch): one training step. All ranks wait for each other in it, so all must call it equally
     often. Each batch is used once, in order. (In the check, step only counts.)
-    asked_to_stop(): True as soon as this rank has been asked to stop, which may be at any moment, also
-    between two calls. It never goes back to False.
+    asked_to_stop(): True as soon as this rank has been asked to stop. That may be at any moment,
+    also between two calls. It never goes back to False.
 
     As soon as one rank has no batch for the next step, or has been asked to stop, no rank takes
     another step.

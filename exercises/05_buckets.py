@@ -22,11 +22,12 @@ def average_gradients(model, bucket_bytes):
 
     A bucket is one flat tensor, which one all_reduce exchanges. It holds whole gradients of one
     dtype, because a tensor has one dtype. All gradients keep theirs. A bucket has at most
-    bucket_bytes bytes. But a gradient that is larger than that is not cut: it is exchanged alone.
+    bucket_bytes bytes (a tensor has nbytes). But a gradient that is larger than that is not cut:
+    it is exchanged alone, and the open bucket may go on after it, or end.
 
-    Take the gradients in the order of model.parameters(), or from the last to the first. One that
-    does not fit into the bucket of its dtype begins a new one. There are no more exchanges than
-    that makes: a gradient of another dtype in between ends no bucket.
+    Take the gradients in the order of model.parameters(), or from the last to the first. For each
+    dtype, one bucket is open. A gradient that does not fit into it begins a new one. There are no
+    more exchanges than that makes.
 
     A parameter that does not train has no gradient (None), on all ranks alike.
     """

@@ -51,6 +51,7 @@ def write_into(file, code):
     file.write_text(f"{before}\n\n{code}\n{divider}{check}")
 
 
+@pytest.mark.long
 def test_the_page_shows_what_the_command_prints(tmp_path, request):
     """A learner writes into the file, which says what is wrong; then he looks at the solution."""
     name = "03_average_gradients"

@@ -202,6 +202,11 @@ def come_late():
         dist.init_process_group = join_late
 
 
+def wait_before_forks():
+    """A store's thread must not be busy during a fork: its lock is never free again in the child."""
+    os.register_at_fork(before=lambda: time.sleep(0.3))
+
+
 def machine():
     """The number of the machine that this forked process plays: 1, 2, ..."""
     return int(os.environ["GROUP_RANK"]) + 1

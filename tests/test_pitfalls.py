@@ -7,13 +7,12 @@ torch loaded; test_repository.py starts the commands of their docstrings.
 import functools
 import os
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import ROOT, come_late, fork, fork_ranks, variant
+from support import ROOT, come_late, fork, fork_ranks, variant, wait_before_forks
 
 TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py"))}
 # These take minutes: test_repository.py runs them all, and there are shorter ways below.
@@ -73,9 +72,7 @@ def fork_the_workers():
     def fork_instead(function, args=(), nprocs=1, join=True):
         return mp.start_processes(function, args, nprocs, join, start_method="fork")
 
-    # The thread of a store in this process must not be busy with the last child: a lock that it has
-    # during a fork is never free in the new child.
-    os.register_at_fork(before=lambda: time.sleep(0.3))
+    wait_before_forks()
     mp.spawn = fork_instead
     mp.set_start_method("fork", force=True)  # for Process: a forkserver's child would start another
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import PYTHON, ROOT, fork, fork_ranks, pretended, run, variant
+from support import PYTHON, ROOT, fork, fork_ranks, pretended, run, variant, wait_before_forks
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
 # What a recipe leaves in the reader's folder because its docstring says so.
@@ -255,6 +255,6 @@ def test_fails_without_its_cure(tmp_path, name, message, old, new):
     if ranks(name):
         result = fork_ranks(script, cwd=tmp_path, world_size=ranks(name))
     else:
-        result = fork(script, cwd=tmp_path, timeout=120)
+        result = fork(script, cwd=tmp_path, before=wait_before_forks, timeout=120)
     assert result.status == 1, result.output
     assert re.search(f"RuntimeError: {message}", result.output), result.output

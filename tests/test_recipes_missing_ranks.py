@@ -6,7 +6,7 @@ What both show, and that they can fail: test_recipes.py.
 import runpy
 
 import pytest
-from support import ROOT, TORCHRUN, fork, numbers, run, variant
+from support import ROOT, TORCHRUN, fork, numbers, run, variant, wait_before_forks
 
 # ---- who_is_missing ----
 
@@ -93,7 +93,8 @@ FORK = {'mp.get_context("spawn")': 'mp.get_context("fork")'}  # as these process
 @pytest.mark.parametrize("kill", [0, 2])
 def test_whichever_rank_dies_the_others_train_on(tmp_path, kill):
     """As one process does, which the recipe itself checks."""
-    result = fork(variant(tmp_path, SCRIPT, FORK), "--kill", kill, cwd=tmp_path)
+    result = fork(variant(tmp_path, SCRIPT, FORK), "--kill", kill, cwd=tmp_path,
+                  before=wait_before_forks)
     assert result.status == 0, result.output
     assert f"rank {kill} of 3 died in step 5" in result.output
 
@@ -104,7 +105,7 @@ def test_a_rank_that_hangs_is_left_out(tmp_path):
     script = variant(tmp_path, SCRIPT, FORK | {
         "    os.kill(os.getpid(), signal.SIGKILL)\n": "    time.sleep(20)\n",
         "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"})
-    result = fork(script, cwd=tmp_path)
+    result = fork(script, cwd=tmp_path, before=wait_before_forks)
     assert result.status == 0, result.output
     assert "process 1 came too late: the others have gone on without it" in result.output
     assert numbers(r".* (\d+) of 60 rows never seen, .*", result) == [("0",), ("20",)]

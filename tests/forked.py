@@ -203,7 +203,7 @@ def come_late():
 
 
 def wait_before_forks():
-    """A store's thread must not be busy during a fork: in the child, its lock is never free."""
+    """Else a store's thread may hold the lock of glibc's resolver: in the child, it is never free."""
     os.register_at_fork(before=lambda: time.sleep(0.3))
 
 

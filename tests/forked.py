@@ -203,7 +203,7 @@ def come_late():
 
 
 def wait_before_forks():
-    """Else a store's thread may hold the lock of glibc's resolver: in the child, it is never free."""
+    """Else a store's thread may hold the lock of glibc's resolver: never free in the child."""
     os.register_at_fork(before=lambda: time.sleep(0.3))
 
 

@@ -36,13 +36,14 @@ def emptied(name):
 
 
 def wrong_answers():
+    """Those of each exercise. What stands above the first one in a file belongs to each of them."""
     for name in NAMES:
         text = (ROOT / f"tests/wrong_answers/{name}.py").read_text()
-        _, *parts = re.split(r"^# ---- (.*?): (.*) ----$", text, flags=re.MULTILINE)
+        common, *parts = re.split(r"^# ---- (.*?): (.*) ----$", text, flags=re.MULTILINE)
         found = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
         for number, (wrong, words, code) in enumerate(found):
             marks = [pytest.mark.long] * (number > 0)  # one of each is quick enough
-            yield pytest.param(name, words, code, id=f"{name}-{wrong}", marks=marks)
+            yield pytest.param(name, words, common + code, id=f"{name}-{wrong}", marks=marks)
 
 
 def write_into(file, code):

@@ -1,3 +1,11 @@
+def exchange(bucket):
+    flat = torch.cat([p.grad.flatten() for p in bucket])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(mean.view_as(p))
+
+
 # ---- nothing exchanged: gradient 0 .* still the rank's own ----
 def average_gradients(model, bucket_bytes):
     pass
@@ -12,41 +20,17 @@ def average_gradients(model, bucket_bytes):
 
 
 # ---- one flat tensor for all: 6960 bytes were exchanged for 4240 bytes of gradients ----
-def exchange(bucket):
-    flat = torch.cat([p.grad.flatten() for p in bucket])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
-        p.grad.copy_(mean.view_as(p))
-
-
 def average_gradients(model, bucket_bytes):
     exchange([p for p in model.parameters() if p.grad is not None])
 
 
 # ---- one for each dtype, whatever its size: of 1000 bytes, one of 2720 bytes was exchanged ----
-def exchange(bucket):
-    flat = torch.cat([p.grad.flatten() for p in bucket])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
-        p.grad.copy_(mean.view_as(p))
-
-
 def average_gradients(model, bucket_bytes):
     for dtype in (torch.float32, torch.float64):
         exchange([p for p in model.parameters() if p.grad is not None and p.dtype == dtype])
 
 
 # ---- full, then closed, as in 04: of 1000 bytes, one of 2200 bytes was exchanged ----
-def exchange(bucket):
-    flat = torch.cat([p.grad.flatten() for p in bucket])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for p, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
-        p.grad.copy_(mean.view_as(p))
-
-
 def average_gradients(model, bucket_bytes):
     for dtype in (torch.float32, torch.float64):
         buckets = [[]]

@@ -1,3 +1,23 @@
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1
+
+
+def seed_step(step, rank, world_size):
+    torch.manual_seed(step * world_size + rank)
+
+
 # ---- the optimizer not saved: there is no momentum of 0.weight ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
@@ -14,19 +34,7 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- off by one: load returned 1 as the next step: it had been taken ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
 def load(path, model, optimizer):
     if not os.path.exists(path):
         return 0
@@ -36,30 +44,11 @@ def load(path, model, optimizer):
     return snapshot["step"]
 
 
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- written in place: died in the middle of save, after step 3, and now load fails: ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
 
 
 # ---- in place, and thrown away: returned 0 as the next step; the last whole ----
@@ -79,11 +68,6 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- removed first: before it moved or removed a file, and now load returned 0 ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
@@ -92,20 +76,6 @@ def save(path, model, optimizer, step):
         if os.path.exists(path):
             os.remove(path)
         os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
 
 
 # ---- copied, not moved: save opens path itself to write into it ----
@@ -117,20 +87,6 @@ def save(path, model, optimizer, step):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, f"{path}.tmp")
         shutil.copy(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
 
 
 # ---- two files: returned 4 as the next step, but the momentum ----
@@ -150,19 +106,7 @@ def load(path, model, optimizer):
     return step + 1
 
 
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- only rank 0 goes on: and on all ranks \[2, 0 ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
 def load(path, model, optimizer):
     if dist.get_rank() > 0 or not os.path.exists(path):
         return 0
@@ -172,19 +116,7 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- the momentum of rank 0 alone: Rank 1: .* there is no momentum of 0.weight ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
 def load(path, model, optimizer):
     snapshot = [None]
     if dist.get_rank() == 0 and os.path.exists(path):
@@ -197,11 +129,6 @@ def load(path, model, optimizer):
     return snapshot[0]["step"] + 1
 
 
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- every rank writes: ranks \[0, 1\] all write a snapshot ----
 def save(path, model, optimizer, step):
     if True:
@@ -210,189 +137,42 @@ def save(path, model, optimizer, step):
         os.replace(f"{path}.tmp", path)
 
 
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- no snapshot: no rank has written a snapshot ----
 def save(path, model, optimizer, step):
     pass
 
 
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
-def seed_step(step, rank, world_size):
-    torch.manual_seed(step * world_size + rank)
-
-
-
 # ---- not seeded: torch.rand gave different numbers ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     pass
 
 
-
 # ---- seeded in the first step only: torch.rand gave different numbers ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     if step == 0:
         torch.manual_seed(step * world_size + rank)
 
 
-
 # ---- a generator of its own: torch.rand gave different numbers ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     torch.Generator().manual_seed(step * world_size + rank)
 
 
-
 # ---- the same on all ranks: rank 1 draws in step 0 what rank 0 draws in step 0 ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     torch.manual_seed(step)
 
 
-
 # ---- a sum of step and rank: rank 0 draws in step 1 what rank 1 draws in step 0 ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     torch.manual_seed(step + rank)
 
 
-
 # ---- hard-coded for two ranks: 3 ranks: .* rank 0 draws in step 1 what rank 2 draws in step 0 ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     torch.manual_seed(step * 2 + rank)
 
 
-
 # ---- other numbers in each life: at the end, the weight 0.weight has other bits ----
-def save(path, model, optimizer, step):
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-
-def load(path, model, optimizer):
-    if not os.path.exists(path):
-        return 0
-    snapshot = torch.load(path)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["step"] + 1
-
-
 def seed_step(step, rank, world_size):
     torch.manual_seed((step * world_size + rank) * 10**6 + os.getpid())
-

@@ -1,3 +1,7 @@
+def gather(rows):
+    return Gather.apply(rows)
+
+
 # ---- all_gather without gradients: the result does not require one ----
 def gather(rows):
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
@@ -31,10 +35,6 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
 
 
-def gather(rows):
-    return Gather.apply(rows)
-
-
 # ---- averaged, not summed: is 0.50 times that of the sum ----
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -48,10 +48,6 @@ class Gather(torch.autograd.Function):
         gradient = gradient.clone()
         dist.all_reduce(gradient)
         return gradient.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
-
-
-def gather(rows):
-    return Gather.apply(rows)
 
 
 # ---- summed twice: is 2.00 times that of the sum ----
@@ -69,10 +65,6 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def gather(rows):
-    return Gather.apply(rows)
-
-
 # ---- the first part on every rank: Rank 1: the gradient of the rows is off by ----
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -86,10 +78,6 @@ class Gather(torch.autograd.Function):
         gradient = gradient.clone()
         dist.all_reduce(gradient)
         return gradient[: len(gradient) // dist.get_world_size()]
-
-
-def gather(rows):
-    return Gather.apply(rows)
 
 
 # ---- the last rank first: does not have the rows of all ranks in their order ----
@@ -113,10 +101,6 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def gather(rows):
-    return Gather.apply(rows)
-
-
 # ---- the memory as it is: is not contiguous, the gradient of the rows is off by ----
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -130,10 +114,6 @@ class Gather(torch.autograd.Function):
         memory = gradient.as_strided(gradient.shape, (gradient.shape[1], 1)).clone()
         dist.all_reduce(memory)
         return memory.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gather(rows):
-    return Gather.apply(rows)
 
 
 # ---- hard-coded for two ranks: 3 ranks: .* has shape \(10, 6\), not \(15, 6\) ----
@@ -151,10 +131,6 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(2)[dist.get_rank()]
 
 
-def gather(rows):
-    return Gather.apply(rows)
-
-
 # ---- all gradients gathered: 3 ranks: .* backward\(\) sent \d+ bytes ----
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -168,7 +144,3 @@ class Gather(torch.autograd.Function):
         parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, gradient.contiguous())
         return sum(parts).chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gather(rows):
-    return Gather.apply(rows)

@@ -1,3 +1,47 @@
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(part, ctx.shape), for_part, None
+
+
+def cut(weight):
+    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
 # ---- autograd keeps the whole weights: after the forward pass of layer 0, this rank keeps ----
 from torch.nn.functional import pad
 
@@ -43,96 +87,12 @@ class Layer(torch.autograd.Function):
         return gradient @ whole, scattered(gradient.T @ inputs) / dist.get_world_size(), None
 
 
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
-
-
 # ---- a view kept: once the layers are made, this rank keeps ----
-class Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, part, shape):
-        ctx.save_for_backward(inputs, part)
-        ctx.shape = shape
-        return inputs @ gathered(part, shape).T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        inputs, part = ctx.saved_tensors
-        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
-        return gradient @ gathered(part, ctx.shape), for_part, None
-
-
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
 def cut(weight):
     return padded(weight).chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
-
-
 # ---- gathered once and kept: after the forward pass of layer 0, this rank keeps ----
-class Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, part, shape):
-        ctx.save_for_backward(inputs, part)
-        ctx.shape = shape
-        return inputs @ gathered(part, shape).T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        inputs, part = ctx.saved_tensors
-        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
-        return gradient @ gathered(part, ctx.shape), for_part, None
-
-
 class ShardedLinear(nn.Module):
     def __init__(self, weight):
         super().__init__()
@@ -141,27 +101,6 @@ class ShardedLinear(nn.Module):
     def forward(self, inputs):
         self.whole = gathered(self.part, self.shape)
         return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
 
 
 # ---- gathered for backward, and kept: in the backward pass, before that of layer 2, this rank keeps ----
@@ -180,36 +119,6 @@ class Layer(torch.autograd.Function):
         return gradient @ part.whole, for_part, None
 
 
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
-
-
 # ---- summed, not averaged: part is 2.00 times the mean ----
 class Layer(torch.autograd.Function):
     @staticmethod
@@ -223,36 +132,6 @@ class Layer(torch.autograd.Function):
         inputs, part = ctx.saved_tensors
         for_part = scattered(gradient.T @ inputs)
         return gradient @ gathered(part, ctx.shape), for_part, None
-
-
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
 
 
 # ---- hard-coded for two ranks: 3 ranks: .* part is 1.50 times the mean ----
@@ -270,74 +149,7 @@ class Layer(torch.autograd.Function):
         return gradient @ gathered(part, ctx.shape), for_part, None
 
 
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
-
-
 # ---- nothing exchanged in backward: part is off by ----
-class Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, part, shape):
-        ctx.save_for_backward(inputs, part)
-        ctx.shape = shape
-        return inputs @ gathered(part, shape).T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        inputs, part = ctx.saved_tensors
-        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
-        return gradient @ gathered(part, ctx.shape), for_part, None
-
-
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
 def scattered(gradient):
     whole = padded(gradient)
     part = whole.new_empty(len(whole) // dist.get_world_size())
@@ -345,43 +157,6 @@ def scattered(gradient):
 
 
 # ---- an all_reduce of the gradient: both passes send ----
-class Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, part, shape):
-        ctx.save_for_backward(inputs, part)
-        ctx.shape = shape
-        return inputs @ gathered(part, shape).T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        inputs, part = ctx.saved_tensors
-        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
-        return gradient @ gathered(part, ctx.shape), for_part, None
-
-
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
 def scattered(gradient):
     whole = padded(gradient)
     part = whole.new_empty(len(whole) // dist.get_world_size())
@@ -406,80 +181,10 @@ class Layer(torch.autograd.Function):
         return for_inputs / dist.get_world_size(), for_part, None
 
 
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
-
-
 # ---- the rest dropped: has the shape \(\d+,\), not ----
-class Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, part, shape):
-        ctx.save_for_backward(inputs, part)
-        ctx.shape = shape
-        return inputs @ gathered(part, shape).T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        inputs, part = ctx.saved_tensors
-        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
-        return gradient @ gathered(part, ctx.shape), for_part, None
-
-
-class ShardedLinear(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
-
-    def forward(self, inputs):
-        return Layer.apply(inputs, self.part, self.shape)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
 def padded(weight):
     ranks = dist.get_world_size()
     return weight.flatten()[: weight.numel() // ranks * ranks]
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
 
 
 # ---- gathered when the layer is made: the output of step 2 is off by ----
@@ -505,27 +210,6 @@ class ShardedLinear(nn.Module):
 
     def forward(self, inputs):
         return Layer.apply(inputs, self.part, self.shape, self.start)
-
-
-def cut(weight):
-    return padded(weight).chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def padded(weight):
-    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
-
-
-def gathered(part, shape):
-    whole = part.new_empty(len(part) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, part.detach())
-    return whole[: shape.numel()].view(shape)
-
-
-def scattered(gradient):
-    whole = padded(gradient)
-    part = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, whole)
-    return part
 
 
 # ---- without autograd: autograd does not see layer 0 ----

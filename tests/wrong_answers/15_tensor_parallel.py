@@ -1,4 +1,3 @@
-# ---- nothing exchanged: the output is what this rank's hidden units give ----
 class ColumnLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
@@ -17,6 +16,37 @@ class RowLinear(nn.Module):
         return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
 
 
+class PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient)
+
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial):
+        return summed(partial)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def summed(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def own(tensor, dim):
+    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+# ---- nothing exchanged: the output is what this rank's hidden units give ----
 class PassOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs):
@@ -37,35 +67,7 @@ class AddUp(torch.autograd.Function):
         return gradient
 
 
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- nothing exchanged in backward: the gradient of the inputs is that of this rank's hidden units ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
 class PassOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs):
@@ -74,57 +76,9 @@ class PassOn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
 
 
 # ---- added up both ways: is 2.00 times that of one process ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
 class AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, partial):
@@ -135,26 +89,7 @@ class AddUp(torch.autograd.Function):
         return summed(gradient)
 
 
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- torch.distributed.nn's all_reduce: is 2.00 times that of one process ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
@@ -167,46 +102,7 @@ class RowLinear(nn.Module):
         return torch.distributed.nn.all_reduce(partial) + self.bias
 
 
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- the bias on each rank: a bias that was added 2 times ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
@@ -216,46 +112,7 @@ class RowLinear(nn.Module):
         return AddUp.apply(nn.functional.linear(own, self.weight, self.bias))
 
 
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- an Nth of the bias on each rank: RowLinear's bias is 0.50 times ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
@@ -266,65 +123,7 @@ class RowLinear(nn.Module):
             own, self.weight, self.bias / dist.get_world_size()))
 
 
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- averaged: the output is the mean over the ranks ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
 class AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, partial):
@@ -335,35 +134,7 @@ class AddUp(torch.autograd.Function):
         return gradient
 
 
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- the gradient averaged: the inputs is 0.50 times ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
 class PassOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs):
@@ -374,85 +145,12 @@ class PassOn(torch.autograd.Function):
         return summed(gradient) / dist.get_world_size()
 
 
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- hard-coded for two ranks: 3 ranks: .* has the shape ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
 def own(tensor, dim):
     return tensor.tensor_split(2, dim)[dist.get_rank() % 2].clone()
 
 
 # ---- the wrong side: RowLinear's weight has the shape ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
@@ -462,181 +160,21 @@ class RowLinear(nn.Module):
         return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
 
 
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
 # ---- nothing sharded: ColumnLinear's weight has the shape ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
 def own(tensor, dim):
     return tensor.clone()
 
 
 # ---- a view kept: this rank keeps \d+ bytes, and its slices have ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
 def own(tensor, dim):
     return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
 
 
 # ---- all gathered, then added up: 3 ranks: .* bytes, and an all_reduce of 160 bytes ----
-class ColumnLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
-
-    def forward(self, inputs):
-        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
-
-    def forward(self, own):
-        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 def summed(tensor):
     totals = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(totals, tensor.contiguous())
     return sum(totals)
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()
 
 
 # ---- all hidden units gathered: there are 2 exchanges in the forward pass ----
@@ -660,33 +198,3 @@ class RowLinear(nn.Module):
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(
             own.tensor_split(dist.get_world_size(), 1)[dist.get_rank()], self.weight)) + self.bias
-
-
-class PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return summed(partial)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def summed(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def own(tensor, dim):
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone()

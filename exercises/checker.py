@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -113,7 +114,9 @@ def solved(exercise, answer=None, second_hint=False):
     """Check it on 2 and on 3 ranks, and print what comes out."""
     for world_size in (2, 3):
         right, text = verdict(run(exercise, world_size, answer), second_hint)
-        print(f"{world_size} ranks: {text}", flush=True)
+        for line in f"{world_size} ranks: {text}".splitlines():
+            print(textwrap.fill(line, 100, subsequent_indent=6 * " ", break_on_hyphens=False),
+                  flush=True)
         if not right:
             return False
     return True

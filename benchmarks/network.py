@@ -209,61 +209,75 @@ def best_buckets(sides):
 
 def tables(figures, weights):
     """[(title, columns, rows)]; weights: the bytes of the model of the first part."""
-    found = []
-    for rate, sides in figures["ddp"].items():
-        during = sides["exchange during backward"]
-        rows = [[name, *spread(ms), *paired(ms, during)] for name, ms in sides.items()]
-        if len(during) > 1:
-            names, ms = best_buckets(sides)
-            rows.append([f"{names}, chosen in the other rounds", *spread(ms), *paired(ms, during)])
-        found.append((f"two machines at {rate}: ms of a batch",
-                      {"side": "", "median": ".0f", "least": ".0f", "most": ".0f",
-                       "times DDP": ".2f", "from": ".2f", "to": ".2f"}, rows))
+    ddp, growth = figures["ddp"], figures["growth"]
+    latency, bandwidth = fit(growth)
+    return [*(table_of_ddp(rate, sides) for rate, sides in ddp.items()),
+            table_of_all_reduces(ddp, weights), table_of_growth(growth, figures["growth rate"]),
+            table_of_model(growth, latency, bandwidth), table_of_line(latency, bandwidth)]
+
+
+def table_of_ddp(rate, sides):
+    during = sides["exchange during backward"]
+    rows = [[name, *spread(ms), *paired(ms, during)] for name, ms in sides.items()]
+    if len(during) > 1:
+        names, ms = best_buckets(sides)
+        rows.append([f"{names}, chosen in the other rounds", *spread(ms), *paired(ms, during)])
+    columns = {"side": "", "median": ".0f", "least": ".0f", "most": ".0f",
+               "times DDP": ".2f", "from": ".2f", "to": ".2f"}
+    return f"two machines at {rate}: ms of a batch", columns, rows
+
+
+def table_of_all_reduces(ddp, weights):
     rows = []
-    for rate, sides in figures["ddp"].items():
+    for rate, sides in ddp.items():
         model = 1000 * 8 * weights / bits_per_second(rate)
         after = [a - b for a, b in zip(sides["exchange after backward"], sides["no exchange"],
                                        strict=True)]
         rows.append([rate, model, *spread(sides["exchange alone"]), statistics.median(after)])
-    found.append((f"all-reduce of {weights / 1e6:.1f} MB between two machines, ms",
-                  {"rate": "", "bytes / rate": ".0f", "alone": ".0f", "least": ".0f",
-                   "most": ".0f", "after backward": ".0f"}, rows))
+    columns = {"rate": "", "bytes / rate": ".0f", "alone": ".0f", "least": ".0f", "most": ".0f",
+               "after backward": ".0f"}
+    return f"all-reduce of {weights / 1e6:.1f} MB between two machines, ms", columns, rows
 
-    growth = figures["growth"]
-    base = growth["1"]["ms"]["step"]
+
+def table_of_growth(growth, rate):
+    base, rows = growth["1"]["ms"]["step"], []
+    for count, found in growth.items():
+        ms, ring = found["ms"], None
+        if "ring of 04" in ms:
+            ring = paired(ms["ring of 04"], ms[f"all-reduce of {SIZES[-1]} bytes"])[0]
+        rows.append([int(count), found["connected"] - found["begin"], found["joining"],
+                     found["traffic"] / 1000, *spread(ms["step"]), paired(base, ms["step"])[0],
+                     ring])
     columns = {"machines": "d", "to the group, s": ".1f", "joining, s": ".2f",
                "kB while joining": ".0f", "a step, ms": ".0f", "least": ".0f", "most": ".0f",
                "efficiency": ".2f", "04's ring / Gloo's": ".2f"}
-    rows = []
-    for count, found_here in growth.items():
-        ms = found_here["ms"]
-        ring = paired(ms["ring of 04"], ms[f"all-reduce of {SIZES[-1]} bytes"])[0] \
-            if "ring of 04" in ms else None
-        rows.append([int(count), found_here["connected"] - found_here["begin"],
-                     found_here["joining"], found_here["traffic"] / 1000, *spread(ms["step"]),
-                     paired(base, ms["step"])[0], ring])
-    title = f"machines at {figures['growth rate']}: a sleep of {1000 * SLEEP:.0f} ms, and an"
-    found.append((f"{title} all-reduce of {SIZES[-1] / 1e6:.0f} MB", columns, rows))
+    title = (f"machines at {rate}: a sleep of {1000 * SLEEP:.0f} ms, and an all-reduce of"
+             f" {SIZES[-1] / 1e6:.0f} MB")
+    return title, columns, rows
 
-    latency, bandwidth = fit(growth)
+
+def table_of_model(growth, latency, bandwidth):
     rows = []
-    for count in (2, 4, 8):
+    for count in [count for count in (2, 4, 8) if str(count) in growth]:
         for size in SIZES:
-            if str(count) in growth:
-                measured = growth[str(count)]["ms"][f"all-reduce of {size} bytes"]
-                model = predicted(count, size, latency, bandwidth)
-                rows.append([f"{count}, {'predicted' if count == 8 else 'fitted'}", size / 1000,
-                             *spread(measured), model, model / statistics.median(measured) - 1])
-    found.append((f"the model: {latency:.2f} ms a message, {8 * bandwidth / 1e3:.0f} Mbit/s",
-                  {"machines": "", "kB": ".0f", "ms": ".1f", "least": ".1f", "most": ".1f",
-                   "model": ".1f", "off by": "+.0%"}, rows))
+            measured = growth[str(count)]["ms"][f"all-reduce of {size} bytes"]
+            model = predicted(count, size, latency, bandwidth)
+            rows.append([f"{count}, {'predicted' if count == 8 else 'fitted'}", size / 1000,
+                         *spread(measured), model, model / statistics.median(measured) - 1])
+    columns = {"machines": "", "kB": ".0f", "ms": ".1f", "least": ".1f", "most": ".1f",
+               "model": ".1f", "off by": "+.0%"}
+    return (f"the model: {latency:.2f} ms a message, {8 * bandwidth / 1e3:.0f} Mbit/s", columns,
+            rows)
+
+
+def table_of_line(latency, bandwidth):
     rows = []
     for count in (16, 64, 256, 1024):
         ms = predicted(count, SIZES[-1], latency, bandwidth)
         rows.append([count, ms, 1000 * SLEEP / (1000 * SLEEP + ms)])
-    found.append(("the model's line, not measured; it knows no stragglers, shared links or trees",
-                  {"machines": "d", "all-reduce, ms": ".0f", "efficiency": ".2f"}, rows))
-    return found
+    columns = {"machines": "d", "all-reduce, ms": ".0f", "efficiency": ".2f"}
+    return ("the model's line, not measured; it knows no stragglers, shared links or trees",
+            columns, rows)
 
 
 def main():

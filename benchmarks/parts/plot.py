@@ -31,6 +31,8 @@ GREY = "#999999"
 def draw(path):
     """Draw the results in a JSON file; return the paths of the pictures, NAME.svg beside it."""
     result = json.loads(pathlib.Path(path).read_text())
+    for table in result["tables"]:
+        table["rows"] = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     pictures = []
     for suffix, figure in DRAW[result["benchmark"]](result).items():
         figure.text(0.01, 0.01, result["caption"], fontsize=8, color="#555555")
@@ -49,6 +51,16 @@ def source(path):
     return f"drawn from {path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
+def find_table(result, title):
+    """The only table whose title begins so; its rows are dicts, by column."""
+    [table] = [table for table in result["tables"] if table["title"].startswith(title)]
+    return table
+
+
+def column(rows, name):
+    return [row[name] for row in rows]
+
+
 def new_figure(panels, height, rows=1):
     """A figure 10 inches wide with panels in rows, and room for the caption below."""
     figure, axes = plt.subplots(rows, panels // rows, figsize=(10, height), squeeze=False)
@@ -56,13 +68,12 @@ def new_figure(panels, height, rows=1):
     return figure, axes.flatten()
 
 
-def bars(ax, rows, form, colour):
-    """Horizontal bars of [(name, median, least, most)], from the top, with the medians written."""
-    names, values, least, most = zip(*rows, strict=True)
-    drawn = ax.barh(range(len(rows)), values, color=[colour(name) for name in names],
+def bars(ax, names, values, least, most, form, colour):
+    """Horizontal bars of the medians, from the top, with these written and their ranges drawn."""
+    drawn = ax.barh(range(len(names)), values, color=[colour(name) for name in names],
                     xerr=distances(values, least, most), error_kw={"elinewidth": 1})
     ax.bar_label(drawn, [form(value) for value in values], padding=3)
-    ax.set_yticks(range(len(rows)), names)
+    ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.set_xlim(0, max(most) * 1.25)
 
@@ -74,17 +85,17 @@ def distances(values, least, most):
 
 
 def stacked(ax, rows, parts):
-    """Horizontal bars of [(name, [value of each of parts, as far as it goes])]."""
-    for index, (name, values) in enumerate(rows):
+    """Horizontal bars: one of each script, from the parts, which are columns in seconds."""
+    coloured = list(zip(parts, (GREY, BLUE, SKY, GREEN, YELLOW, ORANGE), strict=False))
+    for index, row in enumerate(rows):
         left = 0
-        for value, colour in zip(values, (GREY, BLUE, SKY, GREEN, YELLOW, ORANGE, RED),
-                                 strict=False):
-            ax.barh(index, value, left=left, color=colour, edgecolor="white", linewidth=0.5)
-            left += value
+        for part, colour in coloured:
+            ax.barh(index, row[part], left=left, color=colour, edgecolor="white", linewidth=0.5)
+            left += row[part]
         ax.text(left, index, f" {left:.1f} s", va="center")
-    for part, colour in zip(parts, (GREY, BLUE, SKY, GREEN, YELLOW, ORANGE, RED), strict=False):
+    for part, colour in coloured:
         ax.barh(0, 0, color=colour, label=part)
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_yticks(range(len(rows)), column(rows, "script"))
     ax.invert_yaxis()
     ax.margins(x=0.1)
     ax.set_xlabel("seconds")
@@ -97,7 +108,8 @@ def draw_throughput(result):
     in_two_rows = len(tables) % 2 == 0
     figure, axes = new_figure(len(tables), 4.2 if in_two_rows else 3.2, 1 + in_two_rows)
     for ax, table in zip(axes, tables, strict=True):
-        bars(ax, [row[:4] for row in table["rows"]], lambda v: f"{v:,.0f}",
+        bars(ax, *(column(table["rows"], name) for name in ("loop", "images/s", "least", "most")),
+             lambda v: f"{v:,.0f}",
              lambda name: {"02": BLUE, "limit: no input": GREY}.get(name, ORANGE))
         ax.set_title(table["title"])
         ax.set_xticks([])
@@ -112,13 +124,13 @@ def draw_scaling(result):
     several = [(table["title"].partition(":")[0], table["rows"]) for table in result["tables"]
                if "efficiency" in table["columns"] and len(table["rows"]) > 1]
     for index, ((title, rows), (colour, style)) in enumerate(zip(several, styles, strict=False)):
-        at = [row[0] + 0.05 * (index - 1.5) for row in rows]  # beside each other
-        for ax, ideal in ((left, [1] * len(rows)), (right, [row[3] for row in rows])):
-            values, least, most = ([row[column] / n for row, n in zip(rows, ideal, strict=True)]
-                                   for column in (2, 5, 6))
+        at = [row["ranks"] + 0.05 * (index - 1.5) for row in rows]  # beside each other
+        for ax, ideal in ((left, [1] * len(rows)), (right, column(rows, "ideal"))):
+            values, least, most = ([row[name] / n for row, n in zip(rows, ideal, strict=True)]
+                                   for name in ("times one rank", "times, from", "to"))
             ax.errorbar(at, values, distances(values, least, most), fmt=style,
                         color=colour, elinewidth=1, label=title)
-    ranks = [row[0] for row in several[0][1]]
+    ranks = column(several[0][1], "ranks")
     left.plot(ranks, [min(n, places) for n in ranks], "--", color=GREY, label="ideal")
     right.plot(ranks, [1] * len(ranks), "--", color=GREY, label="ideal")
     left.set_title(f"Times the speed of one rank, least to most ({places} cores or GPUs)")
@@ -183,28 +195,27 @@ def draw_network(result):
         ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
     axes[0].legend(frameon=False, fontsize=8, loc="upper left", ncols=3, columnspacing=1)
 
-    [model] = [table for table in result["tables"] if table["title"].startswith("the model: ")]
-    [line] = [table for table in result["tables"] if table["title"].startswith("the model's line")]
+    model = find_table(result, "the model: ")["rows"]
+    line = find_table(result, "the model's line")["rows"]
     growth, [left, right] = new_figure(2, 3.6)
-    for kilobytes, colour in zip(sorted({row[1] for row in model["rows"]}), colours, strict=False):
-        rows = [row for row in model["rows"] if row[1] == kilobytes]
-        counts = [int(row[0].split(",")[0]) for row in rows]
-        measured, least, most = zip(*(row[2:5] for row in rows), strict=True)
+    for kilobytes, colour in zip(sorted(set(column(model, "kB"))), colours, strict=False):
+        rows = [row for row in model if row["kB"] == kilobytes]
+        counts = [int(row["machines"].split(",")[0]) for row in rows]
+        measured, least, most = (column(rows, name) for name in ("ms", "least", "most"))
         left.errorbar(counts, measured, distances(measured, least, most), fmt="o", color=colour,
                       label=f"{kilobytes:g} kB")
-        left.plot(counts, [row[5] for row in rows], ":", color=colour)
+        left.plot(counts, column(rows, "model"), ":", color=colour)
     left.set(xscale="log", yscale="log", xlabel="machines", title=(
         "all-reduce, ms; dotted: the model, fitted on 2 and 4"))
     left.set_xticks(counts, [str(n) for n in counts])
     left.minorticks_off()
     left.legend(frameon=False, fontsize=8, loc=(0.02, 0.55))
-    [measured] = [table for table in result["tables"] if table["title"].startswith("machines at")]
-    efficiency = measured["columns"].index("efficiency")
-    right.plot([row[0] for row in measured["rows"]],
-               [row[efficiency] for row in measured["rows"]], "o-", color=BLUE, label="measured")
-    right.plot([row[0] for row in line["rows"]], [row[2] for row in line["rows"]], "s:",
-               color=GREY, label="the model's line, not measured")
-    ticks = [row[0] for row in (*measured["rows"], *line["rows"])]
+    measured = find_table(result, "machines at")["rows"]
+    right.plot(column(measured, "machines"), column(measured, "efficiency"), "o-", color=BLUE,
+               label="measured")
+    right.plot(column(line, "machines"), column(line, "efficiency"), "s:", color=GREY,
+               label="the model's line, not measured")
+    ticks = column([*measured, *line], "machines")
     right.set_xscale("log", base=2)
     right.set_xticks(ticks, [str(n) for n in ticks])
     right.minorticks_off()
@@ -224,16 +235,16 @@ def ranges(ax, places, values, colour, label, style):
 
 def draw_recovery(result):
     figure, [ax] = new_figure(1, 2.8)
-    columns, rows = result["tables"][0]["columns"], result["tables"][0]["rows"]
-    stacked(ax, [(row[0], row[4:]) for row in rows], columns[4:])
+    stacked(ax, find_table(result, "from SIGKILL")["rows"],
+            ["noticing", "restart", "imports", "joining", "loading", "first step"])
     figure.suptitle("From SIGKILL of one of two ranks to the next trained step", x=0.01,
                     ha="left")
     snapshots, [ax] = new_figure(1, 3)
-    rows = result["tables"][1]["rows"]
-    sizes = [float(row[0].split()[0]) for row in rows]
-    for column, label, style, colour in ((1, "written as 02 does", "o-", BLUE),
-                                         (7, "copied, to be written later", "s-", ORANGE)):
-        ax.plot(sizes, [row[column] for row in rows], style, color=colour, label=label)
+    rows = find_table(result, "a snapshot")["rows"]
+    sizes = [float(row["snapshot"].split()[0]) for row in rows]
+    for time, label, style, colour in (("seconds", "written as 02 does", "o-", BLUE),
+                                       ("copy, s", "copied, to be written later", "s-", ORANGE)):
+        ax.plot(sizes, column(rows, time), style, color=colour, label=label)
     ax.set(xscale="log", yscale="log", xlabel="MB", ylabel="seconds")
     ax.set_title("How long training stands still for a snapshot")
     ax.legend(frameon=False)
@@ -242,8 +253,8 @@ def draw_recovery(result):
 
 def draw_startup(result):
     figure, [ax] = new_figure(1, 3.2)
-    [table] = result["tables"]
-    stacked(ax, [(row[0], row[7:]) for row in table["rows"]], table["columns"][7:])
+    stacked(ax, find_table(result, "to the first")["rows"],
+            ["launcher", "imports", "joining", "model", "first step"])
     figure.suptitle("From the command to the first trained step, two ranks", x=0.01, ha="left")
     return {"": figure}
 

@@ -135,7 +135,7 @@ def tests_of(script, units):
 def noticed_by(original, script, changed, timeout, units):
     """Return the name of the test that noticed the change, or None; and why it is none."""
     skipped, deadline = [], time.monotonic() + timeout
-    arguments = ["-q", "-x", "-s", "-m", "not long", "--tb=short", "-p", "no:cacheprovider"]
+    arguments = ["-q", "-x", "-s", "-m", "not long", "-n0", "--tb=short", "-p", "no:cacheprovider"]
     arguments += tests_of(script, units)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
@@ -178,7 +178,8 @@ def main():
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work
         original = pathlib.Path(folder, "original")
-        shutil.copytree(ROOT, original, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        shutil.copytree(ROOT, original, ignore=shutil.ignore_patterns(
+            ".git", ".venv", "data", "__pycache__"))
         alarm = noticed_by(original, script, script.read_text(), 2 * args.timeout, args.units)
         assert alarm == (None, ""), f"without any change: {alarm}"
         for line, shown, changed in drawn:

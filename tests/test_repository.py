@@ -37,7 +37,7 @@ NOT_RUN = {
     "python3 -m venv .venv|. .venv/bin/activate|pip install -r requirements(-dev)?.txt":
         "installs the packages: .ci/run runs it, in a fresh virtual environment",
     "pytest( -m long( --write-transcripts)?)?": ".ci/run runs the tests",
-    "pytest tests/test_recipes.py tests/test_recipes_pasted.py -k accumulate .*":
+    "pytest tests/test_recipes.py tests/test_recipes_pasted.py -k my_recipe .*":
         "it runs these tests",
     "rm -f snapshot.pt": "says nothing",
     "python tests/(fault_campaign.py --rounds 100|departures.py --rounds 20)":

@@ -10,6 +10,8 @@ equal, so some items come twice; yours shall not.
     python exercises/01_share_the_data.py
 """
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from checker import expect, main
@@ -34,7 +36,7 @@ COUNT = 103  # not a multiple of the number of ranks
 
 def trial():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    epochs = []
+    epochs, neighbours = [], []
     for epoch in range(3):
         torch.manual_seed(1000 * rank + epoch)  # ranks do not draw the same numbers by themselves
         mine = my_share(COUNT, epoch, rank, world_size)
@@ -65,11 +67,15 @@ def trial():
         expect(max(lengths) - min(lengths) <= 1, f"the shares have lengths of {lengths}",
                "all[rank::world_size] takes every world_size-th item")
         epochs.append(mine)
+        neighbours.append({pair for share in shares for pair in pairwise(share)})
     expect(epochs[0] != epochs[1] != epochs[2] != epochs[0], "two epochs have the same order",
            "let the seed depend on the epoch")
     expect(set(epochs[0]) != set(epochs[1]),
            "this rank gets the same items in each epoch, in another order",
            "shuffle all items first, then take a share")
+    same = len(neighbours[0] & neighbours[1])  # by chance, one or two
+    expect(same < COUNT / 4, f"in two epochs, {same} items have the same item after them",
+           "not the old order from another place: draw a new one")
     expect(epochs[0] != sorted(epochs[0]), "the order is not random",
            "shuffle all items first, then take a share")
     return f"{COUNT} items, shares of {lengths}, each item once, in another order each epoch"

@@ -28,7 +28,8 @@ import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams |= {
-    "svg.hashsalt": "the same names in every file", "font.size": 10, "axes.titlesize": 10,
+    "svg.hashsalt": "the same names in every file", "svg.fonttype": "none",  # text as text
+    "font.size": 10, "axes.titlesize": 10,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
 }  # fmt: skip
 from matplotlib import pyplot as plt

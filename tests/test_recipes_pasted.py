@@ -146,6 +146,29 @@ nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
 check(weights(Model()) - weights(model), gradient(plain), 0.01)
 assert scaler.get_scale() == 32768
 
+# context_parallel
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.qkv, self.head = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9)
+    def forward(self, tokens, own):
+        x = self.embed(tokens)[:, None]  # one head
+        for _ in range(2):
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            PASTE2
+            x = x + out
+        return self.head(x[:, 0])
+plain, model, tokens = Transformer(), DDP(Transformer()), torch.randint(9, (3, 24))
+ring_attention, of_ranks = partial(scaled_dot_product_attention, is_causal=True), ring_attention
+scores = plain(tokens[:, :-1], torch.arange(23))
+cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+ring_attention = of_ranks
+PASTE1
+PASTE3
+check(gradient(model), gradient(plain))
+assert len(own) == 24 // world_size, f"{len(own)} tokens on a rank"
+
 # contrastive
 def two_views(net, rows):
     views = all_inputs[rows], all_inputs[rows] + all_targets[rows] / 10

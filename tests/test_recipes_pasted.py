@@ -216,6 +216,30 @@ with torch.no_grad():
         expected = add_token(expected, plain(expected))
 check(text, expected)
 
+# expert_parallel
+class YourModel(nn.Module):
+    def __init__(self, mixture=ExpertParallel):
+        def new_expert(number):
+            torch.manual_seed(number)
+            return Block(8)
+        super().__init__()
+        self.mixtures = nn.ModuleList()
+        for seed in (10, 20):
+            torch.manual_seed(seed)
+            self.mixtures.append(mixture(8, 7, 2, new_expert))
+    def forward(self, x):
+        x, balance = self.mixtures[0](x)
+        x, more = self.mixtures[1](x)
+        return x, balance + more
+plain, MAX_NORM = YourModel(OneProcess), 0.05
+outputs, balance = plain(all_inputs)
+(mse_loss(outputs, all_targets) + 0.01 * balance).backward()
+whole = dict(plain.named_parameters())
+expected = nn.utils.clip_grad_norm_(whole.values(), MAX_NORM)
+PASTE
+check(norm, expected)
+check(gradient(model), flat(whole[name].grad for name, _ in model.module.named_parameters()))
+
 # go_on_without
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 me, meeting, members, step, net = rank, 1, list(range(world_size)), 0, Model()

@@ -53,7 +53,7 @@ twice, since it is a reduce-scatter and an all-gather. DDP exchanges gradients, 
 too. Tensor parallelism exchanges activations, and each layer waits for them: keep a group on one
 machine, with fast links.
 
-Now write it yourself: exercises/15_tensor_parallel.py.
+With a pipeline, too: three_dimensions.py. Now write it yourself: exercises/15_tensor_parallel.py.
 """
 
 import argparse

@@ -22,7 +22,7 @@ LEFT = {"train_by_steps": {"train_by_steps.pt", "train_by_steps.pt.lock", "train
 SLOW = {"checkpoint_activations", "checkpoint_any_world_size", "dry_run_1024_ranks",
         "evaluate_with_shards", "expert_parallel", "go_on_without", "leave_in_time", "randomness",
         "send_fewer_bytes", "shard_inside_machines", "shard_with_fsdp2", "tensor_parallel",
-        "train_by_steps"}
+        "three_dimensions", "train_by_steps"}
 
 
 def docstring(name):
@@ -82,7 +82,8 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if ranks(name)])
 def test_runs_on_another_number_of_ranks(tmp_path, name):
-    more = 2 if name == "shard_inside_machines" else 1  # machines of two ranks
+    # Machines of two ranks; meshes of 8 or 4.
+    more = {"shard_inside_machines": 2, "three_dimensions": -4}.get(name, 1)
     result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + more)
     assert result.status == 0, result.output
 
@@ -247,6 +248,12 @@ BROKEN = [
      "rows[dp.get_local_rank()::dp.size()]", "rows[dist.get_rank()::dist.get_world_size()]"),
     ("tensor_parallel", "the outputs of a tp group differ",
      "seed_of_rank, seed_of_group)", "seed_of_rank,) * 2"),
+    ("three_dimensions", "dp 1, pp 4, tp 2 does not train",
+     "dist.all_reduce(layer.weight.grad.to_local(), group=ends)", "pass"),
+    ("three_dimensions", "dp 1, pp 4, tp 2 does not train",
+     'square, group=mesh.get_group("pp"))\n', 'square.clone(), group=mesh.get_group("pp"))\n'),
+    ("three_dimensions", "stage 1 sends",
+     'parallelize_module(model, mesh["tp"], plan_of(model))\n', "pass\n"),
     ("unequal_micro_batches", "the sum over all tokens does",
      "dist.all_reduce(tokens)  # of", "# of"),
     ("weights_to_serve", "the averaged weights differ",

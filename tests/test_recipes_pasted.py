@@ -14,9 +14,11 @@ from support import ROOT, fork_ranks
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
 # {recipe: how many ranks: in plain pytest, and in the long tests}. Three load what two have saved.
-# tensor_parallel has a mesh of two columns; two machines of two ranks are four ranks.
+# tensor_parallel has a mesh of two columns; two machines of two ranks are four ranks, and so are
+# two stages of two.
 SIZES = {"checkpoint_any_world_size": [(2,), (2, 3)], "tensor_parallel": [(2,), (4,)],
-         "shard_inside_machines": [(4,), (3,)], "dry_run_1024_ranks": [(1,)]}
+         "shard_inside_machines": [(4,), (3,)], "three_dimensions": [(4,), (8,)],
+         "dry_run_1024_ranks": [(1,)]}
 
 PLAIN = """
 import copy, io, math, multiprocessing, os, runpy, traceback
@@ -413,6 +415,29 @@ for net in (plain, model):
 check(gradient(model), gradient(plain))
 held = sum(p.to_local().nbytes for p in model.parameters())
 assert held < 1.05 * gradient(plain).nbytes / world_size, f"{held} bytes on this rank"
+
+# three_dimensions
+class Stage(Model):
+    def forward(self, x):
+        x = self.first(x) if self.first else x
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+def keep_stage(model, number, count):
+    model.blocks = nn.ModuleDict({str(number): model.blocks[number]})
+    model.first = None if number else model.first
+    return model
+def plan_of(model):
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return plan | ({"first": ColwiseParallel(output_layouts=Replicate())} if model.first else {})
+model, inputs, targets, loss_fn, max_norm = Stage(), all_inputs, all_targets, mse_loss, 0.05
+PASTE1
+PASTE2
+nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+expected = dict(plain.named_parameters())
+check(gradient(model), flat(expected[name].grad for name, _ in model.named_parameters()))
+held = sum(gathered(sum(p.to_local().nbytes for p in model.parameters())))
+assert held < 1.05 * weights(plain).nbytes, f"{held} bytes on all ranks"
 
 # train_by_steps
 dataset, batch_size, batches, seen, ends = [*range(24)], 6, "6 of 24", [], []

@@ -259,6 +259,40 @@ def draw_ranks(ax):
             va="center", fontsize=9)
 
 
+def draw_three_dimensions(ax):
+    """A mesh of 2 x 2 x 2 as a cube: which ranks exchange something, and what."""
+    ax.set(xlim=(0, 100), ylim=(0, 35))
+    ax.axis("off")
+    wide, high = 14, 6
+
+    def corner(dp, pp, tp):
+        """The lower left corner of a rank's box. dp goes to the back, pp right, tp down."""
+        return 17 * dp + 34 * pp, 17 + 9 * dp - 16 * tp
+
+    for a in (0, 1):
+        for b in (0, 1):
+            x, y = corner(a, b, 1)
+            arrow(ax, (x + wide / 2, y + high), (x + wide / 2, y + 16), "<->", BLUE)
+            x, y = corner(a, 0, b)
+            arrow(ax, (x + wide, y + high / 2), (x + 34, y + high / 2), "<->", GREEN)
+            x, y = corner(0, a, b)
+            arrow(ax, (x + wide, y + high), (x + 17, y + 9), "<->", ORANGE)
+            for dp in (0, 1):
+                box(ax, *corner(dp, a, b), wide, high,
+                    f"rank {4 * dp + 2 * a + b}\ndp {dp}, pp {a}, tp {b}",
+                    GREY if dp else SKY, color="white" if dp else "black", fontsize=8)
+    ax.text(68, 33, "A mesh of eight ranks: dp 2, pp 2, tp 2", va="center")
+    for y, colour, who, what in (
+        (26, ORANGE, "dp: other rows, the same layers", "weights and gradients, once in each step"),
+        (18, GREEN, "pp: the same rows, other layers", "activations, and their gradients back"),
+        (10, BLUE, "tp: the same rows, parts of the layers", "activations, in each of them"),
+    ):
+        arrow(ax, (68, y - 2.5), (68, y + 2.5), "<->", colour)
+        ax.text(69.5, y, f"{who}:\n{what}", va="center", fontsize=8)
+    ax.text(68, 3, "On two machines of four ranks, the blue\nones are on one: only dp crosses.",
+            va="center", fontsize=8)
+
+
 # ---- Pictures that move ----
 
 LIGHT, YELLOW, RED, INK = "#EEEEEE", "#F0E442", "#D55E00", "#111111"
@@ -614,6 +648,7 @@ STILL = {
     "ddp": [draw_ddp], "six_steps": [draw_six_steps], "ranks": [draw_ranks],
     "kill_and_resume": [draw_kill_and_resume, "uninterrupted.log", "killed.log"],
     "shrink_and_grow": [draw_shrink_and_grow, "shrink_and_grow.log"],
+    "three_dimensions": [draw_three_dimensions],
 }  # fmt: skip
 MOVING = {"buckets": buckets, "ring": ring, "kill": kill}
 

@@ -3,17 +3,17 @@
     inputs, targets, own = deal_out(tokens)  # from the whole sequence to this rank's share
 
     q, k = rotate(q, own), rotate(k, own)  # in your model: by the positions in the whole sequence
-    out = ring_attention(q, k, v)  # for scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = ring_attention(q, k, v)  # replaces scaled_dot_product_attention(q, k, v, is_causal=True)
 
     scores = model(inputs, own)  # model: in DistributedDataParallel
     dist.all_reduce(counted := (targets != -100).sum())  # now the tokens of all ranks (processes)
     loss = cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
     (loss * dist.get_world_size() / counted).backward()
 
-Only attention lets tokens see each other. All else in a model works on each token alone, and needs
-what data parallelism needs: a loss over the tokens of all ranks, and gradients averaged over the
-ranks, which DistributedDataParallel (DDP) does. For attention, each rank keeps the queries of its
-own tokens, and the keys and values (K and V) travel around a ring: each rank passes them to the
+In a Transformer, only attention lets tokens see each other. All else works on each token alone, and
+needs what data parallelism needs: a loss over the tokens of all ranks, and gradients averaged over
+the ranks, which DistributedDataParallel (DDP) does. For attention, each rank keeps the queries of
+its own tokens, and the keys and values (K and V) travel around a ring: each rank passes them to the
 next one while it computes. The results over parts of the keys are joined by their log-sum-exp.
 
     torchrun --standalone --nproc-per-node=4 recipes/context_parallel.py
@@ -40,21 +40,23 @@ it. So cut the sequence into 2 N chunks for N ranks, and give rank r the chunks 
 (zig-zag shares): all compute the same. The backward pass sends K and V around once more, and their
 gradients with them. So a rank keeps its own K and V only; the others pass through two buffers.
 
-The wrong ways raise no error. Masks and rotary embeddings must go by the positions in the whole
-sequence, not by those in the share. A mean of the parts is wrong, since their weights differ. For
-packed documents, call ring_attention(q, k, v, documents), with the document numbers of this rank's
-tokens. Shift the targets before the sequence is cut, as deal_out() does: the last token of a chunk
-predicts the first of the next chunk, which another rank has. A model that shifts them by itself
-takes a wrong target there, and none at the end of the share. And ranks with different numbers of
-targets (a prompt has none) must not average their means.
+The wrong ways raise no error. All ranks of a sequence must have the same tokens; a
+DistributedSampler gives each rank others. Masks and rotary embeddings must go by the positions in
+the whole sequence, not by those in the share. A mean of the parts is wrong, since their weights
+differ. For packed documents, call ring_attention(q, k, v, documents), with the document numbers of
+this rank's tokens. Shift the targets before the sequence is cut, as deal_out() does: the last token
+of a chunk predicts the first of the next chunk, mostly another rank's. A model that shifts them by
+itself takes a wrong target there, and none at the end of the share. And ranks with different
+numbers of targets (a prompt has none) must not average their means.
 
 If a few ranks can hold a sequence, deal each one out over a group of ranks: give deal_out() and
 ring_attention() the rank's group. DDP and the sum of counted stay with all ranks.
 
 This is written to be read: attend() holds all scores of a block at once, which a fused kernel does
-not. On GPUs, torch.distributed.tensor.experimental.context_parallel does the same around
+not. On GPUs, torch.distributed.tensor.experimental.context_parallel deals out, too, around
 scaled_dot_product_attention, with such kernels. Take it there, if it can do what your model needs.
-It is a prototype, and was not tried here: its causal attention refuses a CPU (NotImplementedError).
+It gathers K and V of all ranks in each layer, unless set_rotate_method("alltoall") was called. It
+is a prototype, and was not tried here: its causal attention refuses a CPU (NotImplementedError).
 """
 
 import argparse
@@ -131,7 +133,7 @@ def ring_attention(q, k, v, documents=None, group=None, chunks_of=zig_zag):
         of_ranks = [torch.empty_like(documents) for _ in range(dist.get_world_size(group))]
         dist.all_gather(of_ranks, documents, group=group)  # few bytes, beside K and V
         documents = torch.stack(of_ranks)
-    with torch.autocast(q.device.type, enabled=False):  # backward() has none, either
+    with torch.autocast(q.device.type, enabled=False):  # call backward() outside of autocast, too
         return RingAttention.apply(q, k, v, documents, group, chunks_of)
 
 
@@ -141,7 +143,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, documents, group, chunks_of):
         kv = torch.stack([k, v])  # one message
-        wide = torch.promote_types(q.dtype, torch.float32)  # bfloat16 travels, float32 adds up
+        wide = torch.promote_types(q.dtype, torch.float32)  # for sums, and gradients that travel
         wide_q = q.to(wide)
         out = torch.zeros_like(wide_q)
         lse = torch.full_like(out[..., :1], -math.inf)  # no query has seen a key
@@ -331,6 +333,7 @@ def compare_attention(device, world_size):
         "attention is that of one process": all(x <= 1e-12 for x in right),
         "the wrong ways are wrong": world_size == 1 or all(x > 0.01 for x, *_ in off.values()),
         "a rank keeps its own share": count.kept == share,
+        "it travels while a rank computes": count.ahead == share * (world_size > 1),
         # to world_size - 1 others, forward and backward; the gradients take a step more
         "the rest is sent": count.sent == (3 * world_size - 2) * share * (world_size > 1),
         "zig-zag shares are equal": even == [2 * world_size + 1] * world_size,
@@ -380,15 +383,16 @@ def results(attention, q, k, v, gradient):
 
 
 class Count(TorchDispatchMode):
-    """Counts the bytes sent, those of K and V kept for the backward pass, and the blocks."""
+    """Counts the bytes sent (ahead: before a block), K and V kept for backward, and the blocks."""
 
     def __init__(self):
         super().__init__()
-        self.sent = self.kept = self.blocks = 0
+        self.sent = self.ahead = self.kept = self.blocks = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.name() == "c10d::send":
             self.sent += sum(tensor.nbytes for tensor in args[0])
+        self.ahead = self.ahead if self.blocks else self.sent
         self.blocks += function.name() == "aten::logsumexp"
         return function(*args, **(kwargs or {}))
 

@@ -20,7 +20,7 @@ from checker import expect, main
 def my_share(count, epoch, rank, world_size):
     """Return the numbers of the items that this rank takes in this epoch: a list of int.
 
-    They stand in the order in which the rank takes them.
+    They stand in the order in which the rank takes them, which is random, too: not sorted.
 
     The items have the numbers 0 to count - 1. Over all ranks, each item is in one share, once. The
     lengths of two shares differ by 1 at most. Each epoch has another random order of all items,
@@ -31,29 +31,29 @@ def my_share(count, epoch, rank, world_size):
 
 # ---- The check: what must hold, and what to say if it does not ----
 
-COUNT = 103  # not a multiple of the number of ranks
+COUNTS = 103, 103, 103, 104  # in each epoch; on 2 or 3 ranks, 0 to 2 are left over
 
 
 def trial():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     epochs, neighbours = [], []
-    for epoch in range(3):
+    for epoch, count in enumerate(COUNTS):
         torch.manual_seed(1000 * rank + epoch)  # ranks do not draw the same numbers by themselves
-        mine = my_share(COUNT, epoch, rank, world_size)
+        mine = my_share(count, epoch, rank, world_size)
         torch.manual_seed(7 + rank)
         expect(isinstance(mine, list), f"a {type(mine).__name__} came back", "return a list")
         expect(not any(map(torch.is_tensor, mine)), "the list has tensors in it",
                "a whole tensor has tolist()")
-        expect(mine == my_share(COUNT, epoch, rank, world_size),
+        expect(mine == my_share(count, epoch, rank, world_size),
                f"two calls for epoch {epoch} gave different lists",
                "a job that resumes must see the same order: seed a generator of your own",
                "torch.randperm(count, generator=torch.Generator().manual_seed(...))")
         shares = [None] * world_size
         dist.all_gather_object(shares, mine)
         taken = sorted(item for share in shares for item in share)
-        times = {item: taken.count(item) for item in range(COUNT)}
-        twice = [item for item, count in times.items() if count > 1]
-        missing = [item for item, count in times.items() if count == 0]
+        times = {item: taken.count(item) for item in range(count)}
+        twice = [item for item, number in times.items() if number > 1]
+        missing = [item for item, number in times.items() if number == 0]
         expect(not (twice and missing),
                f"in epoch {epoch}, {len(twice)} items are in more than one share,"
                f" and {len(missing)} in none",
@@ -74,11 +74,11 @@ def trial():
            "this rank gets the same items in each epoch, in another order",
            "shuffle all items first, then take a share")
     same = len(neighbours[0] & neighbours[1])  # by chance, one or two
-    expect(same < COUNT / 4, f"in two epochs, {same} items have the same item after them",
-           "not the old order from another place: draw a new one")
+    expect(same < count / 4, f"in two epochs, {same} items have the same item after them",
+           "not the old order from another place, and not sorted: draw a new one")
     expect(epochs[0] != sorted(epochs[0]), "the order is not random",
            "shuffle all items first, then take a share")
-    return f"{COUNT} items, shares of {lengths}, each item once, in another order each epoch"
+    return f"{count} items, shares of {lengths}, each item once, in another order each epoch"
 
 
 if __name__ == "__main__":

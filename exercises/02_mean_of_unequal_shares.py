@@ -19,7 +19,8 @@ from checker import Exchanges, expect, main
 def global_mean(losses):
     """Return the mean of the losses of all ranks, as a float; the same one on each rank.
 
-    losses: this rank's, shape (n,); n differs from rank to rank, and may be 0. Do not change it.
+    losses: this rank's, shape (n,); n differs from rank to rank, and may be 0, but not on all
+    ranks. Do not change it.
     A few numbers are sent, however many losses there are: 64 bytes on a rank at most.
     """
     raise NotImplementedError
@@ -48,7 +49,7 @@ def trial():
         expect(len(mine), told, "a rank without items has something to add, too: which numbers?",
                "if it leaves before the exchange, the others wait for it there")
         expect(abs(answer - shares[rank].mean().item()) > 1e-5, f"{told}: that of its own items",
-               "which collective adds up over the ranks?")
+               "which collective adds up over the ranks, and leaves the sum on each of them?")
         of_means = torch.stack([share.mean().nan_to_num() for share in shares]).mean().item()
         expect(abs(answer - of_means) > 1e-5, f"{told}: the mean of the ranks' means",
                "an item of a small share must not count more than one of a large share",

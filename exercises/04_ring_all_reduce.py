@@ -25,8 +25,9 @@ def ring_all_reduce(tensor):
     the number of ranks, or no multiple of it. The sum is written into this tensor.
 
     Only dist.send, recv, isend, irecv and batch_isend_irecv are called. Each rank sends to rank
-    (rank + 1) % N alone, and at most 2 (N - 1) chunks. A chunk is an N-th of the tensor, rounded
-    up to whole elements; yours may be shorter, or empty.
+    (rank + 1) % N alone, and at most as many bytes as 2 (N - 1) chunks have. A chunk is an N-th of
+    the tensor, rounded up to whole elements; yours may be shorter, or empty. Call wait() of what
+    isend, irecv and batch_isend_irecv return: before that, nothing need have been sent.
     """
     raise NotImplementedError
 
@@ -36,8 +37,10 @@ def ring_all_reduce(tensor):
 
 def trial():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for length in (1001, world_size + 1, 1):  # the last two: fewer than N chunks have elements
-        places = torch.arange(1, length + 1, dtype=torch.float64)
+    for length, dtype, unit in (  # the last two: fewer than N chunks have elements
+            (1001, torch.float64, 1), (world_size + 1, torch.int64, 2**30 + 1),
+            (1, torch.float64, 1)):
+        places = unit * torch.arange(1, length + 1, dtype=dtype)
         tensor = places * 100**rank  # the digits of a wrong sum tell what was added, how often
         own, total = tensor.clone(), places * sum(100**r for r in range(world_size))
         with Sends() as exchanges:
@@ -53,9 +56,18 @@ def trial():
         expect(right.all() or not torch.equal(tensor, own),
                f"with {length} elements, the tensor is still the rank's own",
                "write into the tensor itself: chunks that are views of it, and +=")
+        rounded = (tensor.double() / total.double() - 1).abs().max().item()
+        expect(right.all() or rounded > 1e-5, f"with {length} elements of {dtype}, the sum is off"
+               f" by {rounded:.0e} of its value",
+               "which dtype has a tensor into which you receive?",
+               "torch.empty_like(chunk) has the dtype of the chunk, torch.zeros(n) has not")
         first = right.int().argmin().item()
-        held = contents(tensor[first].item() / (first + 1), world_size)
+        held = contents(tensor[first].item() / (first + 1) / unit, world_size)
         told = f"with {length} elements, {right.sum()} hold the sum. Element {first} {held}"
+        rest = length % world_size if length > world_size else 0
+        expect(right.all() or first < length - rest, told,
+               "only the last elements are wrong: into which chunk does the rest go?",
+               "tensor_split makes N chunks of all elements; some have one more")
         expect(right.all() or "counts" in held, told,
                "is a tensor used before its wait(), or a chunk put into the place of another one?",
                "until wait(), what is received may be anything")
@@ -68,7 +80,7 @@ def trial():
         expect(sent <= 2 * (world_size - 1) * chunk,
                f"with {length} elements, {sent} bytes were sent,"
                f" and 2 (N - 1) chunks have {2 * (world_size - 1) * chunk}",
-               "send one chunk in each step, not the whole tensor",
+               "send one chunk in each step, and there are 2 (N - 1) steps",
                "N - 1 steps sum up, so that each rank has one finished chunk; N - 1 more pass the"
                " finished chunks on")
         if length == 1001:

@@ -22,8 +22,9 @@ def average_gradients(model, bucket_bytes):
 
     A bucket is one flat tensor, which one all_reduce exchanges. It holds whole gradients of one
     dtype, because a tensor has one dtype. All gradients keep theirs. A bucket has at most
-    bucket_bytes bytes (a tensor has nbytes). But a gradient that is larger than that is not cut:
-    it is exchanged alone, and the open bucket may go on after it, or end.
+    bucket_bytes bytes (a tensor has nbytes), and may have just as many. But a gradient that is
+    larger than that is not cut: it is exchanged alone, and the open bucket may go on after it, or
+    end.
 
     Take the gradients in the order of model.parameters(), or from the last to the first. For each
     dtype, one bucket is open. A gradient that does not fit into it begins a new one. There are no
@@ -49,7 +50,7 @@ def trial():
     each = [gradients(r) for r in range(world_size)]  # of each rank
     trained = [one for one in each[rank] if one is not None]
     told = []
-    for limit in (1000, 10**6, 1):
+    for limit in (1000, 600, 10**6, 1):  # 600: some fill a bucket to the last byte
         model = nn.ParameterList(torch.zeros(shape, dtype=dtype) for dtype, shape in GRADIENTS)
         for p, gradient in zip(model, each[rank], strict=True):
             p.requires_grad_(gradient is not None)

@@ -26,9 +26,10 @@ def train(batches, step, asked_to_stop):
     rank to rank; it may be 0. Only next(batches) tells whether there is one more. One that was
     taken, and then not used, is lost: take one for each step, and at most one more.
     step(batch): one training step. All ranks wait for each other in it, so all must call it equally
-    often. Each batch is used once, in order. (In the check, step only counts.)
+    often. Each batch is used once, in order; it may be any object but None. (In the check, step
+    only counts.)
     asked_to_stop(): True as soon as this rank has been asked to stop. That may be at any moment,
-    also between two calls. It never goes back to False.
+    also before the first step, and between two calls. It never goes back to False.
 
     As soon as one rank has no batch for the next step, or has been asked to stop, no rank takes
     another step.
@@ -48,6 +49,7 @@ CASES = [  # for each rank: how many batches it has; after how many steps it is 
     ([9, 9, 9, 9], [2, NEVER, NEVER, NEVER]),
     ([5, 4, 9, 9], [4, NEVER, NEVER, NEVER]),
     ([4, 0, 4, 4], [NEVER, NEVER, NEVER, NEVER]),
+    ([9, 9, 9, 9], [NEVER, 0, NEVER, NEVER]),
     ([9, 9, 9, 9], [NEVER, 3, NEVER, NEVER]),  # just when this rank has answered "not yet"
 ]
 LATE = len(CASES) - 1
@@ -75,7 +77,8 @@ def trial(folder):
                "one number from each rank, 0 or 1, and an all_reduce in which a 1 of any rank wins")
         expect(work.steps == right,
                f"{told}this rank took {work.steps} steps; all ranks can take {right}",
-               "who wanted to stop? Does a rank stop while it has a batch, and nobody asked?",
+               "who wanted to stop? Does a rank stop while it has a batch, 0 for one, and nobody"
+               " asked?",
                "take a batch, then agree, then use it: that batch must not get lost")
         expect(work.taken <= right + 1, f"{told}{work.taken} batches were taken for {right} steps",
                "take one, agree, use it; the rest is for the next epoch")
@@ -89,7 +92,8 @@ def trial(folder):
                "a or b() does not call b where a is true. Make the call first, then decide, by what"
                " all ranks know alone")
         together.append(right)
-    return f"all ranks stopped after {together} steps; {len(exchanges.calls)} exchange(s) in a step"
+    return (f"all ranks stopped after {together} steps; {len(exchanges.calls)} exchange(s) in"
+            f" the last case, of {work.steps} steps")
 
 
 def wait_for(paths):

@@ -65,3 +65,10 @@ def my_share(count, epoch, rank, world_size):
 def my_share(count, epoch, rank, world_size):
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).roll(5 * epoch)
     return order[rank::world_size].tolist()
+
+
+# ---- equal shares, and the rest to the last: have lengths of ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    size = count // world_size
+    return order[rank * size : None if rank == world_size - 1 else (rank + 1) * size]

@@ -147,3 +147,22 @@ def ring_all_reduce(tensor):
     dist.recv(incoming, (rank - 1) % world_size)
     work.wait()
     tensor += incoming
+
+
+# ---- buffers of float32: of torch.int64, the sum is off by ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    copy = tensor.to(torch.float32, copy=True)
+    chunks = list(copy.tensor_split(world_size))
+    for step in range(2 * (world_size - 1)):
+        out, into = (rank - step) % world_size, (rank - step - 1) % world_size
+        received = torch.empty_like(chunks[into])
+        for work in dist.batch_isend_irecv([
+                dist.P2POp(dist.isend, chunks[out], (rank + 1) % world_size),
+                dist.P2POp(dist.irecv, received, (rank - 1) % world_size)]):
+            work.wait()
+        if step < world_size - 1:
+            chunks[into] += received
+        else:
+            chunks[into].copy_(received)
+    tensor.copy_(copy)

@@ -39,20 +39,21 @@ in its source: torch has no public one.
     [rank 0/4] clipped by each rank's own norm     5.4e-01  6.7e-01  6.7e-01  norm 0.0159 to 0.0234
     [rank 0/4] DDP() around all: 2 different experts of 8 are left; around the rest: 8
     [rank 0/4] 9 experts, tokens that each rank receives: (100, 131, 25, 0)
-    [rank 0/4] 9 experts, bytes that each rank sends:      (31280, 33592, 21304, 16440)
+    [rank 0/4] 9 experts, bytes its all-to-alls send:      (31280, 33592, 21304, 16440)
     [rank 0/4] idle experts skipped: forward works; in backward(), ranks [0, 1, 2] wait in vain
     [rank 0/4] experts, router and rest have the gradient of one process, and its norm
 
-The last lines have 9 experts, so that rank 0 has one more. The router chooses three of them never,
+The last lines have 9 experts, so that rank 0 has one more. The router never chooses three of them,
 among them all those of rank 3. Such a rank must still run its experts, on 0 rows. If it makes an
 empty tensor instead, no gradient goes back to what it has received. Then its backward() leaves out
 the exchanges, in which the other ranks wait for it, until their timeout (here after 3 s, on the
-CPU). For the same reason, all ranks must call the layer equally often.
+CPU). For the same reason, all ranks must call the layer equally often, in evaluation, too.
 
 DDP around all makes copies of rank 0's experts, or raises an error if the ranks have unequal
 numbers of them. If you forget the division, AdamW without clipping hides it: its step hardly
 depends on a factor. With its own norm, each rank clips in another way. Then the copies of the
-router and the rest drift apart, and no error tells you.
+router and the rest drift apart, and no error tells you. A GradScaler (float16) does the same: if
+the experts of one rank alone have an inf in their gradients, that rank alone skips the step.
 
 The balance is the loss of Switch Transformers (Fedus, Zoph and Shazeer, 2021). It needs the
 experts' shares in the tokens of all ranks. No token is dropped here: one rank may get them all.
@@ -63,8 +64,7 @@ options=StateDictOptions(flatten_optimizer_state_dict=True), and set_state_dict(
 of ranks can load that: the experts' names have their numbers.
 
 all_to_all_single_autograd in torch.distributed._functional_collectives does what Exchange does,
-and its gradients are right, too (torch 2.11 and 2.15, Gloo). But that module is private, and its
-names change.
+with the right gradients (torch 2.11 and 2.15, Gloo). But that module is private: its names change.
 """
 
 import argparse
@@ -113,8 +113,10 @@ class ExpertParallel(nn.Module):
     """A mixture of experts, of which each rank of a group has a part.
 
     top: to how many experts a token goes. new_expert(number): makes an expert, a module from
-    (n, width) to (n, width), where n may be 0. If the ranks do not divide the number of experts,
-    the first ones have one more. ValueError: there are fewer experts than ranks.
+    (n, width) to (n, width), where n may be 0, without buffers that state_dict() leaves out. group:
+    None for all ranks. Each smaller group has all experts, and takes the balance of its own tokens:
+    add up the gradients of an expert's copies over the groups, or they drift apart. If the ranks do
+    not divide the number of experts, the first ones have one more. ValueError: too few experts.
     """
 
     def __init__(self, width, experts, top, new_expert, group=None):
@@ -173,9 +175,10 @@ def clip_with_experts(experts, rest, max_norm, group=None):
     experts: parameters that this rank alone has; rest: those that all ranks have. All ranks must
     call it.
     """
-    squares = get_total_norm([p.grad for p in experts]).square()
+    own, all_have = ([p.grad for p in part if p.grad is not None] for part in (experts, rest))
+    squares = get_total_norm(own).square()
     dist.all_reduce(squares, group=group)  # each rank has other experts: add up
-    norm = (squares + get_total_norm([p.grad for p in rest]).square()).sqrt()  # the rest once
+    norm = (squares + get_total_norm(all_have).square()).sqrt()  # the rest once
     clip_grads_with_norm_([*experts, *rest], max_norm, norm)
     return norm
 
@@ -272,18 +275,16 @@ def compare(device):
 
 
 def off_by(device, name, mixture=ExpertParallel, experts=None, top=2, idle=0, **way):
-    """Return how far the gradients of the experts, the router and the rest are off, on all ranks.
+    """Return how far the gradients of the experts, the router and the rest are off, and the norm.
 
     idle: so many of the last experts get no token. way: what differs from the right way.
     """
     experts = experts or 2 * dist.get_world_size()
     whole, model = (new_model(m, experts, top, idle).to(device) for m in (OneProcess, mixture))
-    train(whole, *all_rows(device), wrapper=lambda model: model, divisions=0,
-          clip=clip_alone if "clip" in way else None)
-    norm, norms = train(model, *rows_of_rank(device), **way), ""
-    if norm:
-        norms = gathered(norm)
-        norms = f"  norm {min(norms):.4f} to {max(norms):.4f}"
+    right_norm = train(whole, *all_rows(device), wrapper=lambda model: model, divisions=0,
+                       clip=clip_alone if "clip" in way else None)
+    norms = [norm for norm in gathered(train(model, *rows_of_rank(device), **way)) if norm]
+    shown = f"  norm {min(norms):.4f} to {max(norms):.4f}" if norms else ""
     expected = {key: p.grad for key, p in whole.named_parameters()}
     squares = torch.zeros(3, 2, dtype=torch.float64, device=device)  # of differences, of gradients
     for key, p in model.named_parameters():
@@ -292,8 +293,8 @@ def off_by(device, name, mixture=ExpertParallel, experts=None, top=2, idle=0, **
         squares[part, 1] += expected[key].square().sum()
     dist.all_reduce(squares)
     off = (squares[:, 0] / squares[:, 1]).sqrt().tolist()
-    log(f"{name:<34}" + "".join(f"  {part:.1e}" for part in off) + norms)
-    return off
+    log(f"{name:<34}" + "".join(f"  {part:.1e}" for part in off) + shown)
+    return [*off, max((abs(norm / right_norm - 1) for norm in norms), default=0)]
 
 
 def distinct_experts(device, wrapper):
@@ -305,7 +306,7 @@ def distinct_experts(device, wrapper):
 
 
 def count(device):
-    """Show how many tokens each rank receives, and the bytes it sends to others in a step."""
+    """Show how many tokens each rank receives, and the bytes its all-to-alls send to others."""
     ranks, seen, all_to_all_single = dist.get_world_size(), [], dist.all_to_all_single
 
     def watched(output, rows, receive_counts, send_counts, group):
@@ -320,7 +321,7 @@ def count(device):
     tokens, total = seen[1][0], sum(sent for _, sent in seen)  # seen[0]: the counts
     received, sent = zip(*gathered((tokens, total)), strict=True)
     log(f"{2 * ranks + 1} experts, tokens that each rank receives: {received}")
-    log(f"{2 * ranks + 1} experts, bytes that each rank sends:      {sent}")
+    log(f"{2 * ranks + 1} experts, bytes its all-to-alls send:      {sent}")
     if not (len(seen) == 5 and sum(received) == 2 * ROWS * ranks and received[-1] == 0 < min(sent)):
         raise RuntimeError(f"not so: {len(seen)} exchanges, {received} tokens, {sent} bytes")
 
@@ -362,7 +363,7 @@ class OneProcess(nn.Module):
 
 
 class Model(nn.Module):
-    """Your model. idle: the router chooses so many of the last experts never."""
+    """Your model. idle: so many of the last experts are never chosen by the router."""
 
     def __init__(self, mixture, experts, top, idle, **options):
         super().__init__()
@@ -381,7 +382,7 @@ def new_model(mixture, experts, top, idle=0, **options):
 
 
 def new_expert(number):
-    """Your expert. Seed by its number: with one seed for all ranks, theirs would be copies."""
+    """Your expert. Seed by its number (and its layer's): with one seed, they would be copies."""
     torch.manual_seed(SEED + 1 + number)
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 

@@ -32,19 +32,19 @@ stages (add_up_tied), and layers that tp does not split (Whole).
 
     [rank 0/8] bytes in one process: weights 424448, a batch's activations after a block 131072
     [rank 0/8] stage  ranks               weights gradients optimizer     sent: dp       tp       pp
-    [rank 0/8] dp 8, pp 1, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.2e-15
-    [rank 0/8]     0  0 1 2 3 4 5 6 7       53056     53056    106496       743456        0        0
-    [rank 0/8] dp 1, pp 4, tp 2 off by: loss 0.0e+00 gradients 1.3e-15 weights 4.6e-15
-    [rank 0/8]     0  0 1                   63488     63488    127080            0   655464   139276
-    [rank 0/8]     1  2 3                   51200     51200    102488            0   524376   262156
-    [rank 0/8]     2  4 5                   51200     51200    102488            0   524376   262156
-    [rank 0/8]     3  6 7                   59904     59904    119920            0   786536   139276
-    [rank 0/8] replicate 2, dp 2, pp 2, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.1e-15
-    [rank 0/8]     0  0 2 4 6              111104    111104    222400       333504        0    40968
-    [rank 0/8]     1  1 3 5 7              109312    109312    218824       328128        0    40968
-    [rank 0/8] dp 2, pp 2, tp 2 off by: loss 0.0e+00 gradients 1.4e-15 weights 4.1e-15
-    [rank 0/8]     0  0 1 4 5               57344     57344    114880       114880   590016    69640
-    [rank 0/8]     1  2 3 6 7               55552     55552    111304       111296   655552    69640
+    [rank 0/8] dp 8, pp 1, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.7e-15
+    [rank 0/8]     0  0 1 2 3 4 5 6 7       53056     53056    106304       743456        0        0
+    [rank 0/8] dp 1, pp 4, tp 2 off by: loss 0.0e+00 gradients 1.3e-15 weights 4.3e-15
+    [rank 0/8]     0  0 1                   63488     63488    127028            0   655464   139276
+    [rank 0/8]     1  2 3                   51200     51200    102444            0   524376   262156
+    [rank 0/8]     2  4 5                   51200     51200    102444            0   524376   262156
+    [rank 0/8]     3  6 7                   59904     59904    119864            0   786536   139276
+    [rank 0/8] replicate 2, dp 2, pp 2, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 3.9e-15
+    [rank 0/8]     0  0 2 4 6              111104    111104    222304       333504        0    40968
+    [rank 0/8]     1  1 3 5 7              109312    109312    218724       328128        0    40968
+    [rank 0/8] dp 2, pp 2, tp 2 off by: loss 0.0e+00 gradients 1.4e-15 weights 3.9e-15
+    [rank 0/8]     0  0 1 4 5               57344     57344    114784       114880   590016    69640
+    [rank 0/8]     1  2 3 6 7               55552     55552    111204       111296   655552    69640
     [rank 0/8] wrong, on dp 2, pp 2, tp 2            gradients   weights
     [rank 0/8] other rows on each rank of tp           1.4e+00   1.0e+00
     [rank 0/8] averaged over dp x tp                   8.0e-01   1.0e+00
@@ -461,8 +461,8 @@ def named(model):
 
 
 def new_optimizer(model):
-    # foreach: a call for all tensors. A call for each DTensor would take long.
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    # fused: one call for all tensors. With DTensors, many calls take long.
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(  # warm-up, then a cosine
         optimizer, max_lr=1e-2, total_steps=STEPS, cycle_momentum=False)
 

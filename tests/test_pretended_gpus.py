@@ -65,7 +65,7 @@ TWO_MACHINES = {"world_size": 4, "nodes": 2}
     *[(recipe, {"world_size": ranks}, range(ranks)) for recipe, ranks in RECIPES.items()],
 ])
 def test_each_process_takes_the_gpu_of_its_local_rank(tmp_path, script, options, devices):
-    result = fork_ranks(script, cwd=tmp_path, before=partial(pretend, 4), **options)
+    result = fork_ranks(script, cwd=tmp_path, before=partial(pretend, 8), **options)
     backend = "cpu:gloo,cuda:nccl" if script == STREAM else "nccl"
     check(result, devices, bound=script != MANY, backend=backend)
 

@@ -5,7 +5,7 @@ the whole dataset, and decides by itself which items are its own: nothing has to
 my_share.
 
 Read before: 01_single_node_multi_gpu.py, where DistributedSampler does this. It makes the shares
-equal, so some items come twice; yours shall not.
+equal: it leaves some items out, or takes some twice. Yours shall do neither.
 
     python exercises/01_share_the_data.py
 """

@@ -27,8 +27,8 @@ def overlap(model):
     starts the exchange of a gradient as soon as that is complete, and waits for no other rank.
 
     finish() takes no arguments. It is called after each backward(), before the optimizer's step.
-    It waits for the exchanges. Then each p.grad is the mean over all ranks. Between two steps,
-    zero_grad() sets each p.grad to None; the next one is another tensor.
+    It waits for each of the exchanges. Then each p.grad is the mean over all ranks. Between two
+    steps, zero_grad() sets each p.grad to None; the next one is another tensor.
 
     A parameter that does not train (requires_grad is False) has no gradient (None). All others get
     one in each backward(), in the same order on all ranks.
@@ -108,7 +108,8 @@ def check_gradients(step, mine, alone, whole):
         off = ((p.grad - right.grad).norm() / right.grad.norm()).item()
         expect(not torch.equal(p.grad, own.grad), f"{told} is still the rank's own",
                "all_reduce works in place: give it the gradient itself, or copy the mean back")
-        hints = ["step 0 was right. What is left over from it?"] * (step > 0)
+        hints = ["step 0 was right. Is something left over from it, or used before its wait()?"]
+        hints *= step > 0
         expect(off < 1e-5 or direction > 1e-5, f"{told} is {times:.2f} times the mean",
                *hints, "all_reduce adds up. What makes a mean of a sum, and how often?")
         expect(off < 1e-5, f"{told} is off by {off:.1e} of its length",

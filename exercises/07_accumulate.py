@@ -23,9 +23,9 @@ from torch.nn.functional import mse_loss
 def accumulate(model, micro_batches):
     """Compute the gradient of one step from the micro-batches of all ranks.
 
-    micro_batches: this rank's, a list of (inputs, targets), of shape (rows, 6) and (rows, 5). The
-    number of rows differs, as does the number of micro-batches from rank to rank. One rank may
-    have no micro-batch in a step, but not all.
+    micro_batches: this rank's, a list of (inputs, targets), float64, of shape (rows, 6) and
+    (rows, 5). The number of rows differs, as does the number of micro-batches from rank to rank.
+    One rank may have no micro-batch in a step, but not all: it does not call the model then.
 
     Before, each p.grad is None. Afterwards each is, on every rank, the gradient of
     mse_loss(model(inputs), targets), if inputs and targets were the rows of all micro-batches of
@@ -108,7 +108,8 @@ def check_gradient(told, model, each):
                f"{told} the mean of the micro-batches' gradients", *hints)
         means = [gradient(mine) if mine else torch.zeros_like(whole) for mine in each]
         expect(off(torch.stack(means).mean(0)) > 1e-6,
-               f"{told} the mean of the ranks' gradients", *hints)
+               f"{told} the mean of the ranks' gradients",
+               "a row on a rank with few rows must not count more than one elsewhere", hints[1])
         expect(False, f"{told} off by {off(whole):.1e} of its length",
                "is each row in the sum, once, and with the same weight?", hints[1])
     return off(whole)

@@ -148,8 +148,9 @@ def verdict(reports, second_hint=False):
             text, *(f"hint: {hint}" for hint in hints), *["(--hint says more)"] * bool(more)])
     ends = {"right": "has come to the end", "nothing": "gives no answer"}
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
-    hint = ("hint: each waits for its partner: for all others to make the same call, or for the"
-            " recv that belongs to its send, or for the wait() of what isend has returned")
+    hint = ("hint: each waits for its partner: for all others to make the same call with tensors of"
+            " the same size, or for the recv that belongs to its send, or for the wait() of what"
+            " isend has returned")
     return False, "\n    ".join(
         [f"not yet. After {LIMIT} s, it stands still:", *lines, hint])
 

@@ -110,7 +110,7 @@ def overlap(model):
     return finish
 
 
-# ---- the list is not emptied: in step 1, (?s:.*)hint: step 0 was right. What is left over ----
+# ---- the list is not emptied: in step 1, (?s:.*)hint: step 0 was right. Is something left over ----
 def overlap(model):
     exchanges = []
 

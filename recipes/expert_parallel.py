@@ -46,7 +46,7 @@ in its source: torch has no public one.
 The last lines have 9 experts, so that rank 0 has one more. The router never chooses three of them,
 among them all those of rank 3. Such a rank must still run its experts, on 0 rows. If it makes an
 empty tensor instead, no gradient goes back to what it has received. Then its backward() leaves out
-the exchanges, in which the other ranks wait for it, until their timeout (here after 3 s, on the
+the exchanges, in which the other ranks wait for it, until their timeout (here after 5 s, on the
 CPU). For the same reason, all ranks must call the layer equally often, in evaluation, too.
 
 DDP around all makes copies of rank 0's experts, or raises an error if the ranks have unequal
@@ -85,7 +85,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 WIDTH, ROWS = 16, 32  # ROWS on each rank: all need the same number, as always with DDP
 SEED, BALANCE, MAX_NORM = 0, 0.01, 0.01
-TIMEOUT = timedelta(seconds=3)  # for the demonstration; yours is that of init_process_group()
+TIMEOUT = timedelta(seconds=5)  # for the demonstration; yours is that of init_process_group()
 
 
 class Exchange(torch.autograd.Function):

@@ -11,33 +11,43 @@
 One process plays one rank of the job. It runs your training step on a CPU, and counts. Make its
 inputs inside "with fake", too. The step must not ask for a value: no loss.item(). CountCollectives
 stands below. FakeTensorMode is private in torch: it may change. For DDP (DistributedDataParallel),
-see with_ddp().
+see with_ddp(). For a pipeline, build the blocks of one stage, and see train_in_a_pipeline().
 
     python recipes/dry_run_1024_ranks.py
 
-    [rank 0/4] bytes    kept: real      dry     calls: real           dry
-    [rank 0/4] DDP         1115152  1115152       1: 278784     1: 278784
-    [rank 0/4] FSDP2        283024   283024       6: 849024     6: 849024
-    [rank 0/4] root only    283024   283024       2: 566016     2: 566016
-    [rank 0/4] FSDP2 x TP   278800   278800       9: 430848     9: 430848
-    [rank 0/1024] MB         weights   grads    Adam  all-reduce  all-gather reduce-scatter at once
-    [rank 0/1024] DDP         4295.0  4295.0  8589.9   1: 4295.0   0:    0.0      0:    0.0     0.0
-    [rank 0/1024] FSDP2          4.2     4.2     8.4   0:    0.0  16: 8589.9      8: 4295.0   536.9
-    [rank 0/1024] root only      4.2     4.2     8.4   0:    0.0   1: 4295.0      1: 4295.0  4295.0
-    [rank 0/1024] FSDP2 x TP     4.2     4.2     8.4  15: 8053.1  16: 1073.7      8:  536.9    67.1
-    [rank 0/1024] MB kept: 17179.9 with DDP; 16.8 with FSDP2, and one gathered block of 536.9
+    [rank 0/12] bytes    kept: real      dry     calls: real           dry
+    [rank 0/12] DDP         3345456  3345456       1: 836352     1: 836352
+    [rank 0/12] FSDP2        291504   291504      18: 2623104    18: 2623104
+    [rank 0/12] root only    291504   291504       2: 1748736     2: 1748736
+    [rank 0/12] FSDP2 x TP   278832   278832      29: 1289376    29: 1289376
+    [rank 0/12] 3D           278800   278800      19: 326304    19: 326304
+    [rank 8/1024] MB             kept  all-reduce  all-gather reduce-scatter        send at once
+    [rank 8/1024] DDP         17179.9   1: 4295.0   0:    0.0      0:    0.0   0:    0.0     0.0
+    [rank 8/1024] FSDP2          16.8   0:    0.0  16: 8589.9      8: 4295.0   0:    0.0   536.9
+    [rank 8/1024] root only      16.8   0:    0.0   1: 4295.0      1: 4295.0   0:    0.0  4295.0
+    [rank 8/1024] FSDP2 x TP     16.8  15: 8053.1  16: 1073.7      8:  536.9   0:    0.0    67.1
+    [rank 8/1024] 3D             16.8  16: 8589.9   2:  134.2      2:  134.2   8: 4295.0   134.2
+    [rank 8/1024] MB kept: 17179.9 with DDP; 16.8 with FSDP2, and one gathered block of 536.9
 
-First, 4 real ranks on CPUs, with a tiny model, match their dry runs, byte for byte. Then one
-process plays rank 0 of 1,024. "Kept" is what stays between steps: activations are not counted,
-and are often the most. A call counts with its larger side: the result of an all-gather, the input
-of a reduce-scatter. On the network, an all-reduce moves about twice its size, the others once.
-FSDP2 (fully_shard) keeps a shard (a part) of each tensor on a rank, and gathers block after block.
-With TP (tensor parallel), 8 ranks compute each block together: their all-reduces carry activations.
+First, 12 real ranks on CPUs, with a tiny model, match their dry runs, byte for byte. Then one
+process plays rank 8 of 1,024. "Kept" is what stays between steps: weights, gradients and two
+numbers of Adam for each weight. Activations are not counted, and are often the most. A call counts
+with its larger side: the result of an all-gather, the input of a reduce-scatter. On the network, an
+all-reduce moves about twice its size, the others once.
+With DDP, each rank keeps the whole model. FSDP2 (fully_shard) keeps a shard (a part) of each tensor
+on a rank, and gathers block after block. With TP (tensor parallel), 8 ranks compute each block
+together, on the same rows: their all-reduces carry activations.
+"3D" adds a pipeline. The blocks are dealt out over 4 stages, 2 for each. A batch goes from stage to
+stage in 4 parts (micro-batches), and the gradients of each part come back: this rank sends 8 times.
+A first or a last stage sends only half as often: play another rank to see it. Each stage gathers
+its blocks once, and keeps them for the step. (If it freed a block after each forward, it would
+gather 10 times, not 2: each block for each of 4 micro-batches, and once for backward.)
 
-"root only" is a mistake: fully_shard() for the model alone, and not for its blocks. The shards are
-as small, but each step gathers the whole model "at once". Dividing the memory by the number of
-ranks does not show this. "At once" is the largest all-gather: two blocks, and their gradients, can
-be there. DDP's line shows a first step. Later ones send the same bytes, in several buckets.
+"root only" is a mistake: fully_shard() for the whole model (the root) alone, and not for its
+blocks. The shards are as small, but each step gathers the whole model "at once". Dividing the
+memory by the number of ranks does not show this. "At once" is what is gathered at a time: two
+blocks, and their gradients, can be there; in 3D, all blocks of a stage, and their gradients. DDP's
+line shows a first step. Later ones send the same bytes, in several buckets.
 """
 
 import argparse
@@ -58,21 +68,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # private
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode  # private
 from torch.utils._pytree import tree_leaves  # private
 
-# rows: tokens a step, for each rank. tensor_parallel: how many ranks compute a block together.
-RANKS, JOB = 1024, {"width": 4096, "blocks": 8, "rows": 4096, "tensor_parallel": 8}
-# Real processes, to compare with. Width 66 on 4 ranks: some have smaller shards than others.
-REAL_RANKS, REAL_JOB = 4, {"width": 66, "blocks": 2, "rows": 8, "tensor_parallel": 2}
+# rows: tokens of a step, divided by the ranks. tensor: how many ranks compute a block together.
+# pipeline: how many stages there are. With these, rank 8 is in the second stage.
+RANKS, RANK = 1024, 8
+JOB = {"width": 4096, "blocks": 8, "rows": 4096, "tensor": 8, "pipeline": 4}
+# Real processes, to compare with. Width 66 on 12 ranks: some have smaller shards than others.
+REAL_RANKS, REAL_JOB = 12, {"width": 66, "blocks": 6, "rows": 6, "tensor": 2, "pipeline": 3}
 KINDS = {"allreduce_": "all-reduce", "all_reduce": "all-reduce",
          "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
          "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
-         "broadcast_": "broadcast"}
+         "broadcast_": "broadcast", "send": "send", "recv_": "recv"}
 SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -104,7 +117,7 @@ class CountCollectives(TorchDispatchMode):
         return result
 
 
-def with_ddp(model, fake, tensor_parallel):
+def with_ddp(model, fake, mesh):
     """Each rank keeps the whole model. fake: a FakeTensorMode, or a context that does nothing."""
     dry = dist.get_backend() == "fake"
     with fake:  # DDP makes its buckets here
@@ -124,62 +137,98 @@ def all_reduce_in_place(state, bucket):
     return future
 
 
-def with_fsdp2(model, fake, tensor_parallel):
-    """Each rank keeps its shard of each block, and gathers a block when it needs it.
-
-    Make meshes outside of "with fake": a mesh is an array of ranks, and torch reads its numbers.
-    """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def with_fsdp2(model, fake, mesh):
+    """Each rank keeps its shard of each block, and gathers a block when it needs it."""
+    # In a pipeline, each micro-batch would gather it again: so there, it stays for the step. (With
+    # several stages on a rank, torch has another limit: max_active_stages.)
+    in_a_pipeline = mesh["pipeline"].size() > 1
     for block in model:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def with_fsdp2_root_only(model, fake, tensor_parallel):
-    """Wrong: without fully_shard() for each block, the whole model is gathered at once."""
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def with_fsdp2_and_tp(model, fake, tensor_parallel):
-    """Some ranks compute each block together, on the same rows. FSDP2 shards what each has."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor_parallel, tensor_parallel),
-                            mesh_dim_names=("data", "tensor"))
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for block in model:
-        fully_shard(parallelize_module(block, mesh["tensor"], plan), mesh=mesh["data"])
+        fully_shard(block, mesh=mesh["data"], reshard_after_forward=not in_a_pipeline)
     return fully_shard(model, mesh=mesh["data"])
 
 
-WAYS = {"DDP": with_ddp, "FSDP2": with_fsdp2, "root only": with_fsdp2_root_only,
-        "FSDP2 x TP": with_fsdp2_and_tp}
+def with_fsdp2_root_only(model, fake, mesh):
+    """Wrong: without fully_shard() for each block, the whole model is gathered at once."""
+    return fully_shard(model, mesh=mesh["data"])
 
 
-def train_and_count(way, width, blocks, rows, tensor_parallel, steps=1):
+def with_fsdp2_and_tp(model, fake, mesh):
+    """Some ranks compute each block together, on the same rows. FSDP2 shards what each has."""
+    for block in model:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(),
+                                                   "down": RowwiseParallel()})
+    return with_fsdp2(model, fake, mesh)
+
+
+# Name: (function, is there a dimension "tensor", and one "pipeline"?)
+WAYS = {"DDP": (with_ddp, False, False), "FSDP2": (with_fsdp2, False, False),
+        "root only": (with_fsdp2_root_only, False, False),
+        "FSDP2 x TP": (with_fsdp2_and_tp, True, False), "3D": (with_fsdp2_and_tp, True, True)}
+
+
+def train_and_count(way, width, blocks, rows, tensor, pipeline, steps=1):
     """Train with the group that there is, a fake or a real one.
 
     Returns ({what: bytes that this rank keeps}, [a CountCollectives for each step]).
     torch.distributed._tools.fsdp2_mem_tracker (private) tracks activations, too, for FSDP2.
     """
+    split, has_tensor, has_pipeline = WAYS[way]
+    tensor, pipeline = tensor if has_tensor else 1, pipeline if has_pipeline else 1
+    # Make meshes outside of "with fake": a mesh is an array of ranks, and torch reads its numbers.
+    # Neighbours are in one "tensor" group. In your job, leave out dimensions of size 1.
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // pipeline // tensor, pipeline, tensor),
+                            mesh_dim_names=("data", "pipeline", "tensor"))
     fake = FakeTensorMode() if dist.get_backend() == "fake" else contextlib.nullcontext()
-    with fake:
-        model = nn.Sequential(*[FeedForward(width) for _ in range(blocks)])  # your model
-    model = WAYS[way](model, fake, tensor_parallel)
-    if way == "FSDP2 x TP":
-        rows *= tensor_parallel  # ranks share rows: so the batch of the whole job stays the same
+    with fake:  # your model, or one stage of it
+        model = nn.Sequential(*[FeedForward(width) for _ in range(blocks // pipeline)])
+    model = split(model, fake, mesh)
+    rows *= tensor * pipeline  # for so many ranks together: the batch of the whole job is the same
     traffic = []
     with fake:
         optimizer = torch.optim.AdamW(model.parameters())
+        forward_backward = (
+            train_in_a_pipeline(model, mesh["pipeline"], rows, width) if pipeline > 1 else
+            lambda inputs, targets: loss_fn(model(inputs), targets).backward())
         for _ in range(steps):
             optimizer.zero_grad()
-            inputs = torch.randn(rows, width)  # your data
+            inputs, targets = torch.randn(2, rows, width)  # your data
             with CountCollectives() as step:
-                model(inputs).square().mean().backward()  # your loss
+                forward_backward(inputs, targets)
                 optimizer.step()
             traffic.append(step)
     parameters = list(model.parameters())
     kept = {"weights": parameters, "grads": [p.grad for p in parameters],
             "Adam": [value for state in optimizer.state.values() for value in state.values()]}
     return {what: local_bytes(tensors) for what, tensors in kept.items()}, traffic
+
+
+def train_in_a_pipeline(model, pp, rows, width):
+    """Return a function that trains on a batch (inputs, targets), in micro-batches.
+
+    model: the blocks of this rank's stage, inside fully_shard(). pp: the mesh of the ranks that
+    have the stages of one pipeline. rows: of a batch. Call it in "with fake", and clear gradients
+    afterwards. recipes/three_dimensions.py trains in this way, and checks the result.
+    """
+    # A micro-batch, as it goes from stage to stage: its shape, dtype and device. (Real stages could
+    # ask each other.) A wrong dtype would not show here: the fake group compares nothing.
+    example = torch.randn(rows // pp.size(), width, requires_grad=True)
+    stage = PipelineStage(model, pp.get_local_rank(), pp.size(), example.device,
+                          input_args=example, output_args=example.clone(), group=pp.get_group())
+    # The fewest micro-batches that it takes. With more, ranks are idle for less time.
+    schedule = Schedule1F1B(stage, n_microbatches=pp.size(), loss_fn=loss_fn)
+
+    def forward_backward(inputs, targets):
+        first = [inputs] if stage.is_first else []
+        last = {"target": targets} if stage.is_last else {}
+        schedule.step(*first, **last)
+
+    # The first call also opens connections, with a few bytes: it is not counted.
+    forward_backward(torch.randn(rows, width), torch.randn(rows, width))
+    return forward_backward
+
+
+def loss_fn(outputs, targets):
+    return mse_loss(outputs, targets)  # your loss
 
 
 def local_bytes(tensors):
@@ -206,7 +255,7 @@ def main():
         mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
         mp.start_processes(compare_with_real, args=(f"file://{folder}/meet",), nprocs=REAL_RANKS,
                            start_method="forkserver")
-    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    dist.init_process_group("fake", rank=RANK, world_size=RANKS)
     predict()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
@@ -238,25 +287,33 @@ def compare_with_real(rank, meeting_point):
 
 def predict():
     """The dry run of JOB: print a line for each way, and check what the docstring says of them."""
-    log(f"{'MB':<10} weights   grads    Adam  all-reduce  all-gather reduce-scatter at once")
+    columns = {"all-reduce": 12, "all-gather": 12, "reduce-scatter": 15, "send": 12}
+    header = "".join(f"{kind:>{width}}" for kind, width in columns.items())
+    log(f"{'MB':<10}     kept{header} at once", every_rank=True)
     kept, step, at_once = {}, {}, {}
     for way in WAYS:
         kept[way], [step[way]] = train_and_count(way, **JOB)
-        at_once[way] = step[way].largest["all-gather"]
-        cells = [f"{size / 1e6:8.1f}" for size in kept[way].values()]
-        for kind, width in (("all-reduce", 12), ("all-gather", 12), ("reduce-scatter", 15)):
+        # In 3D, all the gathered blocks of a stage stay until the end of the step.
+        gathered = step[way].bytes if way == "3D" else step[way].largest
+        at_once[way] = gathered["all-gather"]
+        cells = [f"{sum(kept[way].values()) / 1e6:9.1f}"]
+        for kind, width in columns.items():
             cell = f"{step[way].calls[kind]}: {step[way].bytes[kind] / 1e6:6.1f}"
             cells.append(f"{cell:>{width}}")
-        log(f"{way:<10}{''.join(cells)}{at_once[way] / 1e6:8.1f}")
+        log(f"{way:<10}{''.join(cells)}{at_once[way] / 1e6:8.1f}", every_rank=True)
 
-    model = kept["DDP"]["weights"]
-    if kept["FSDP2"]["weights"] * RANKS != model or at_once["FSDP2"] * JOB["blocks"] != model:
-        raise RuntimeError(f"FSDP2 does not keep 1/{RANKS} of the model, and gather one block")
+    model, blocks = kept["DDP"]["weights"], JOB["blocks"] // JOB["pipeline"]
+    if any(kept[way]["weights"] * RANKS != model for way in WAYS if way != "DDP"):
+        raise RuntimeError(f"FSDP2 does not keep 1/{RANKS} of the model")
+    if at_once["FSDP2"] * JOB["blocks"] != model:
+        raise RuntimeError("FSDP2 does not gather one block")
+    if (step["3D"].calls["all-gather"], step["3D"].calls["send"]) != (blocks, 2 * JOB["pipeline"]):
+        raise RuntimeError("3D does not gather a block once, and send a micro-batch both ways")
     if kept["root only"] != kept["FSDP2"] or at_once["root only"] != model:
         raise RuntimeError("the mistake does not show: small shards, and all gathered at once")
     log(f"MB kept: {sum(kept['DDP'].values()) / 1e6:.1f} with DDP;"
         f" {sum(kept['FSDP2'].values()) / 1e6:.1f} with FSDP2, and one gathered block of"
-        f" {at_once['FSDP2'] / 1e6:.1f}")
+        f" {at_once['FSDP2'] / 1e6:.1f}", every_rank=True)
 
 
 # ---- Helpers that are no part of the lesson ----

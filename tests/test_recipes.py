@@ -138,6 +138,8 @@ def test_what_some_recipes_cannot_work_with(tmp_path):
 SMALL = {
     "dry_run_1024_ranks": {
         "RANKS, RANK = 1024, 8": "RANKS, RANK = 64, 8",
+        'REAL_JOB = 12, {"width": 66, "blocks": 6, "rows": 6, "tensor": 2, "pipeline": 3}':
+            'REAL_JOB = 8, {"width": 66, "blocks": 2, "rows": 6, "tensor": 2, "pipeline": 2}',
         '"width": 4096, "blocks": 8, "rows": 4096': '"width": 64, "blocks": 4, "rows": 4',
         'start_method="forkserver"': 'start_method="fork"'},
     "go_on_without": {'mp.get_context("spawn")': 'mp.get_context("fork")'}}

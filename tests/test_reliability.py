@@ -22,7 +22,7 @@ def test_every_crash_of_02_costs_exactly_one_restart(tmp_path, mnist_dir, rounds
     for _ in range(rounds):
         (tmp_path / "snapshot.pt").unlink(missing_ok=True)
         result = run(*command, cwd=tmp_path)
-        # The rank that loses its peer may abort instead of exit: torch's fault, and it fails anyway.
+        # The rank that loses its peer may abort: that is torch's fault, and it fails anyway.
         _, _, after = result.output.partition("] attempt 1, ")
         assert result.status == 0 and "terminate called" not in after, result.output
         attempts = {line.split(",")[0] for line in result.lines() if line.startswith("attempt")}

@@ -145,7 +145,7 @@ def test_a_command_that_is_shown(tmp_path, command, request):
         return
     script = next(word for word in command.split() if word.endswith(".py"))
     proof = "cured: .+" if command.endswith(" --fixed") else PROOFS[script]
-    lines = [*result.lines(0), *result.output.splitlines()]
+    lines = [*result.lines(), *result.output.splitlines()]
     assert any(re.fullmatch(proof, line) for line in lines), result.output
 
 

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from support import ROOT, fork_workers, pretended
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -160,6 +161,16 @@ def check_gradients(script):
     with pytest.raises(RuntimeError, match="DDP's gradient is off by inf"):
         script["check_gradients"](model, images[rank], labels, CPU)
 
+    class InHalf(nn.Linear):
+        def forward(self, images):
+            return super().forward(images).bfloat16()
+
+    unused = nn.Linear(4, 3)
+    unused.more = nn.Linear(1, 1)
+    for other in InHalf(4, 3), unused:
+        said = printed(script["check_gradients"], DDP(other), images[rank], labels, CPU)
+        assert rank or "gradients not compared" in said
+
 
 @check(PAIR, ALL)
 def check_replicas(script):
@@ -226,10 +237,11 @@ def check_items(script):
     def loader(dataset, batch_size=1, sampler=None, batch_sampler=None, **workers):  # none here
         return DataLoader(dataset, batch_size, sampler=sampler, batch_sampler=batch_sampler)
 
-    images, labels = torch.zeros(3, 2), torch.zeros(3)
+    images, labels = torch.rand(3, 2), torch.zeros(3)
     good = TensorDataset(images, labels)
     with patch.dict(script, DataLoader=loader):
-        script["check_items"](good, [(images[0], 1)])
+        found, _ = script["check_items"](good, [(images[0], 1)])
+        assert torch.equal(found, images[[0, 2]])
         for wrong, word in (
                 (images, "a batch is Tensor"), (TensorDataset(images[:0], labels[:0]), "is empty"),
                 ([(object(), 1)], "found <class 'object'>"), ([(images[0], "seven")], "['Tensor'")):
@@ -311,6 +323,19 @@ def listen_locally(script):
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME="eth7"):
         script["listen_locally"]()
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@check(ALONE, ("01",))
+def main(script):
+    """Its end, if a process is killed or has called stop, and after Ctrl-C."""
+    def ended(status, signal_name):
+        return mp.ProcessExitedException("process 1 has died", 1, 1, status, signal_name)
+
+    for error, status, words in ((ended(-9, "SIGKILL"), 1, "process 1 has died; out of memory"),
+                                 (ended(3, None), 3, ""), (KeyboardInterrupt(), 130, "interrup")):
+        with patch.object(mp, "spawn", side_effect=error):
+            code, message = stopped(script["main"])
+        assert code == status and message.startswith(words) and bool(message) == bool(words)
 
 
 @check(ALONE, ALL)

@@ -90,8 +90,8 @@ def test_bad_starts_end_in_one_line(tmp_path):
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
-    come = "    roll_call(store, rank, world_size)  #"
-    script = variant(tmp_path, SCRIPT, {come: f"    rank and time.sleep(60)\n{come}",
+    ask = "    store = dist.PrefixStore("
+    script = variant(tmp_path, SCRIPT, {ask: f"    rank and time.sleep(60)\n{ask}",
                                         "timedelta(minutes=10)": "timedelta(seconds=2)"})
     result = fork_ranks(script, cwd=tmp_path)
     assert result.status == 1

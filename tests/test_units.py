@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import pathlib
+import random
 import re
 import runpy
 import socket
@@ -21,6 +22,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -248,6 +250,17 @@ def check_items(script):
             for name, sets in (("training", (wrong, good)), ("test", (good, wrong))):
                 status, message = stopped(script["check_items"], *sets)
                 assert status == 1 and f"the {name} set " in message and word in message
+
+
+@check(ALONE, ALL)
+def seed_all(script):
+    """Three generators start from the seed, a large one, too."""
+    def draw(seed):
+        script["seed_all"](seed)
+        return random.random(), numpy.random.random(), torch.rand(()).item()
+
+    first, other, again = map(draw, (2**33 + 7, 2**33 + 8, 2**33 + 7))
+    assert first == again and len({*first, *other}) == 6
 
 
 @check(ALONE, ALL)

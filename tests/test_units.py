@@ -8,11 +8,13 @@ import contextlib
 import copy
 import errno
 import fcntl
+import multiprocessing
 import os
 import pathlib
 import random
 import re
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -418,6 +420,34 @@ def name_the_stopped(script):
             said = printed(script["name_the_stopped"], RuntimeError(error), store)
         assert said.startswith(f"[rank 1/3] waited in vain for {whom}") if whom else said == ""
         assert store.check(["rank 1 failed in 4"]), "for the others, whatever the error"
+    stuck = SimpleNamespace(set=lambda *_: threading.Event().wait())  # as a store that is gone
+    join = threading.Thread.join
+    with (patch.object(dist, "get_rank", lambda: 1), patch.object(dist, "get_world_size", int),
+          patch.object(threading.Thread, "join", lambda thread, limit: join(thread, limit / 100))):
+        said = printed(script["name_the_stopped"], RuntimeError("timed out"), stuck)
+    assert "a store that does not answer" in said
+    assert all(thread.daemon for thread in threading.enumerate()[1:]), "it would keep the rank"
+
+
+@check(ALONE, LAST)
+def ignore_sigterm(script):
+    """A worker ends by a SIGTERM of its rank, and by no other one."""
+    def work(pipe):
+        script["ignore_sigterm"](0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        pipe.send("works on")
+        pipe.poll(20)
+
+    context = multiprocessing.get_context("fork")
+    for ends_it in (lambda worker, pipe: worker.terminate(), lambda worker, pipe: pipe.send("")):
+        ours, its = context.Pipe()
+        worker = context.Process(target=work, args=(its,))
+        worker.start()
+        assert ours.poll(10) and ours.recv() == "works on"
+        ends_it(worker, ours)
+        worker.join(3)
+        assert worker.exitcode == 0
 
 
 @check(ALONE, LAST)

@@ -1,5 +1,6 @@
 """04: it shows what the pages show of it; a section fails when its operation is taken away."""
 
+import os
 import re
 import textwrap
 from functools import partial
@@ -76,11 +77,16 @@ def test_a_section_fails_without_its_operation(tmp_path):
         assert f"{case}: ['{message}']" in result.lines(0), result.output
 
 
+def report_errors():
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath("report.json")
+
+
 def test_an_error_ends_the_job(tmp_path):
     call = "    dist.all_to_all_single("
     script = variant(tmp_path, SCRIPT, {call: f"    raise RuntimeError('no such call')\n{call}"})
     only = ("--only", "broadcast", "all_to_all", "scatter")
-    result = fork_ranks(script, *only, cwd=tmp_path)
+    result = fork_ranks(script, *only, cwd=tmp_path, before=report_errors)
+    assert "no such call" in (tmp_path / "report.json").read_text(), "for torchrun"
     assert result.status == 1 and "RuntimeError: no such call" in result.output
     assert "== scatter" not in result.output and "passed" not in result.output, result.output
 
@@ -128,6 +134,8 @@ def test_functions_to_copy(tmp_path):
             raise SystemExit("wait() did not notice the missing gradients")
         except RuntimeError as error:
             assert "not every parameter" in str(error)
+        factors = [3 * names["bus_factor"](name) for name in names["BENCHMARKS"]]
+        assert world_size == 3 and [round(factor, 6) for factor in factors] == [4, 2, 2, 3, 4]
         dist.destroy_process_group()
     """))
     result = fork_ranks(script, cwd=tmp_path, world_size=3)

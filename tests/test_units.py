@@ -241,11 +241,17 @@ def check_items(script):
     def loader(dataset, batch_size=1, sampler=None, batch_sampler=None, **workers):  # none here
         return DataLoader(dataset, batch_size, sampler=sampler, batch_sampler=batch_sampler)
 
+    class Failing(list):
+        def __getitem__(self, index):
+            raise ValueError("an error of the set's own")
+
     images, labels = torch.rand(3, 2), torch.zeros(3)
     good = TensorDataset(images, labels)
     with patch.dict(script, DataLoader=loader):
         found, _ = script["check_items"](good, [(images[0], 1)])
         assert torch.equal(found, images[[0, 2]])
+        with pytest.raises(ValueError, match="an error of the set's own"):
+            script["check_items"](good, Failing([1]))
         for wrong, word in (
                 (images, "a batch is Tensor"), (TensorDataset(images[:0], labels[:0]), "is empty"),
                 ([(object(), 1)], "found <class 'object'>"), ([(images[0], "seven")], "['Tensor'")):

@@ -29,11 +29,12 @@ def accuracy(model, images, labels, batch_size):
     model(images), for some of them, returns scores of shape (n, 3); the class is the one with the
     highest score.
 
-    Each image goes through the model once, on one of the ranks. Each rank takes count / world_size
-    images; a batch_size more or less does not matter. It gives the model at most batch_size of them
-    at a time. Meanwhile, the whole model is in evaluation mode (Dropout drops nothing, BatchNorm
-    uses its running mean), and no graph for a backward pass is built. Afterwards, each part of the
-    model is in the mode in which it was before; not all parts need have been in the same one.
+    Each image goes through the model once, on one of the ranks. Each rank takes about
+    count / world_size images: at most batch_size more. It gives the model at most batch_size of
+    them at a time. Meanwhile, the whole model is in evaluation mode (Dropout drops nothing,
+    BatchNorm uses its running mean), and no graph for a backward pass is built. Afterwards, each
+    part of the model is in the mode in which it was before; not all parts need have been in the
+    same one.
     """
     raise NotImplementedError
 
@@ -61,10 +62,12 @@ def trial():
         look_at_answer(answer, expected, mine)
         for name, part in model.named_modules():
             before, after = (["evaluation", "training"][on] for on in (modes[name], part.training))
-            expect(before == after, f"{name or 'the model itself'} was in {before} mode,"
-                   f" and is in {after} mode now",
+            expect(before == after, f"with {count} image(s), {name or 'the model itself'} was in"
+                   f" {before} mode, and is in {after} mode now",
                    "model.train() and model.eval() change all parts. What were they before?",
                    "keep part.training for each part in model.modules(), and put it back")
+        expect(torch.is_grad_enabled(), "autograd is switched off now, and was on before",
+               "with torch.no_grad(): ... puts back what was")
         expect(all(torch.equal(state[name], now) for name, now in model.state_dict().items()),
                "the model's weights or buffers have changed", "in which mode is the model?")
         expect(all(map(torch.equal, given, (images, labels))), "the images or labels have changed",

@@ -50,7 +50,8 @@ def seed_step(step, rank, world_size):
     """Seed torch's random numbers (torch.randn, Dropout) for a step on a rank.
 
     The same arguments give the same numbers again, whatever was drawn before, and in each life of
-    the job. No other step has the numbers of this one, on any rank, and no other rank has them.
+    the job. Other arguments give other numbers: no two pairs of a step and a rank share theirs. A
+    job may have thousands of steps, and more ranks than here.
     """
     raise NotImplementedError
 
@@ -67,6 +68,7 @@ def train(path, model, optimizer, first_step, before_step):
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
         optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
         if step % 2 == 1:
             save(path, model, optimizer, step)
 
@@ -76,7 +78,7 @@ def train(path, model, optimizer, first_step, before_step):
 STEPS = 6
 DEATHS = ("in the middle of step 3", "in the middle of save, after step 3",
           "in save, after step 3, before it moved or removed a file")  # fmt: skip
-MOVED, EMPTIED = [], []  # what this process has done to files
+MOVED, EMPTIED, CAME_FROM = [], [], []  # what this process has done to files
 last_move = [0]  # the move or removal that this process does not live to see: its number
 
 
@@ -108,6 +110,8 @@ def trial(life, folder):
     expect(f"{job}/snapshot.pt" not in EMPTIED, "save opens path itself to write into it. If the"
            " process dies then, there is no whole snapshot",
            "a move is done or not done; a copy can be half done")
+    expect(not CAME_FROM, f"the new snapshot comes from another folder, {''.join(CAME_FROM[:1])}."
+           " If that is on another disk, it cannot be moved", "write it into the folder of path")
     return f"killed {life} times, went on with step {first}, ended with the bits of an unbroken run"
 
 
@@ -142,7 +146,7 @@ def load_and_look(life, path, model, optimizer, states):
     except Exception as error:
         expect(life == 0, f"{before} load fails: {type(error).__name__}:"
                f" {str(error).partition(chr(10))[0]}",
-               "what has path while save is half done?",
+               "what has path while save is half done? And does load open path, and no other file?",
                "write another file, and move it over the old one when it is whole: os.replace")
         raise
     told, everyone = f"{before} load returned {first!r} as the next step", gathered(first)
@@ -154,7 +158,8 @@ def load_and_look(life, path, model, optimizer, states):
     expect(first != 3, f"{told}: step 2, which was lost, is left out",
            "which step comes after the one that save was told?")
     expect(first in ((0,), (2,), (2,), (2, 4))[life], f"{told}; the last whole snapshot was saved"
-           " after step 1", "at each moment in save, a whole snapshot has to be in its place",
+           " after step 1", "at each moment in save, a whole snapshot has to be in its place. (And"
+           " load has to leave it there)",
            "write another file, and move it over the old one when it is whole: os.replace")
     compare(state_of(model, optimizer), states[first], f"{told}, but",
             "all that a step changes has to be in the snapshot, as it was after the same step")
@@ -174,6 +179,13 @@ def look_at_seeds():
         other = seen.setdefault(drawn[0], (step, rank))
         expect(other == (step, rank), f"rank {rank} draws in step {step} what rank {other[1]} draws"
                f" in step {other[0]}", "each pair of a step and a rank needs a seed of its own")
+    seen.clear()
+    for step, rank in itertools.product(range(110), range(16)):
+        seed_step(step, rank, 16)
+        other = seen.setdefault(tuple(torch.rand(3).tolist()), (step, rank))
+        expect(other == (step, rank), f"with 16 ranks, rank {rank} draws in step {step} what rank"
+               f" {other[1]} draws in step {other[0]}", "which numbers does step times something,"
+               " plus the rank, meet twice?", "world_size is one of the arguments")
 
 
 def compare(found, right, when, hint):
@@ -184,17 +196,21 @@ def compare(found, right, when, hint):
 
 
 def state_of(model, optimizer):
-    """Return copies of the weights, and of the momentum of each."""
+    """Return copies of weights and buffers, of each weight's momentum, and the learning rate."""
     state = {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if "momentum_buffer" in optimizer.state[p]:
             state[f"momentum of {name}"] = optimizer.state[p]["momentum_buffer"].clone()
-    return state
+    state |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return state | {"learning rate": torch.tensor(optimizer.param_groups[0]["lr"])}
 
 
 def watch(event, args):
     if event in ("os.rename", "os.remove"):
         MOVED.append(event)
+        if event == "os.rename" and str(args[1]).endswith("snapshot.pt"):
+            source, target = (os.path.dirname(os.path.abspath(path)) for path in args[:2])
+            CAME_FROM.extend([source] * (source != target))
         if len(MOVED) == last_move[0]:
             die()
     elif event == "open" and isinstance(args[2], int) and args[2] & os.O_TRUNC:
@@ -207,9 +223,22 @@ def gathered(value):
     return values
 
 
+class Count(nn.Module):
+    """It has a buffer that each forward pass changes, as BatchNorm has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.passes += 1
+        return inputs
+
+
 def new_start():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Dropout(), nn.Linear(64, 1, bias=False))
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Dropout(), nn.Linear(64, 1, bias=False),
+                          Count())
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 

@@ -100,11 +100,17 @@ def look_for_the_cause(found, told, steps):
     full = [step for step in steps if all(labels.isfinite().any() for _, labels in step)]
     expect(not as_in(full), f"{told}: each step in which some rank has no label was left out on all"
            " ranks", "the other ranks' labels count: what does a rank without any add to a sum?")
-    means = [lambda means: sum(means) / world_size, lambda means: sum(means) / len(means)]
+    means = [lambda losses: sum(one.mean() for one in losses) / world_size,
+             lambda losses: sum(one.mean() for one in losses) / len(losses)]
     expect(not any(as_in(steps, mean) for mean in means), f"{told}: they follow from the mean of"
            " the ranks' means", "each row weighs the same, as in the loop that was delivered")
-    expect(not as_in(steps, sum), f"{told}: they follow from the sum of the ranks' means",
+    expect(not as_in(steps, lambda losses: sum(one.mean() for one in losses)),
+           f"{told}: they follow from the sum of the ranks' means",
            "what is a rank's sum of losses divided by, in the loop that was delivered?")
+    for factor, name in (1 / world_size, f"1/{world_size}"), (world_size, f"{world_size} times"):
+        expect(not as_in(steps, lambda losses, factor=factor: factor * torch.cat(losses).mean()),
+               f"{told}: they follow from {name} of each gradient",
+               "the ranks' parts of a mean add up to the mean. What is divided, and how often?")
     expect(False, told, "does each rank take part in each step, with all of its labels?",
            "a rank may leave out a step only if all ranks do: what do all of them know?")
 
@@ -136,7 +142,8 @@ def same(one, other):
 
 
 def in_one_process(steps, mean=None):
-    """Train with the batches of all ranks; mean: of a list of the ranks' means. Return both."""
+    """Train with the batches of all ranks. mean: the loss, made from a list of the ranks' losses.
+    Return the weights and the mean of all losses."""
     model, all_losses = new_model(), []
     for step in steps:
         marked = [(inputs, labels, labels.isfinite()) for inputs, labels in step]
@@ -144,7 +151,7 @@ def in_one_process(steps, mean=None):
                   for inputs, labels, mask in marked if mask.any()]
         if losses:
             model.zero_grad()
-            (mean([one.mean() for one in losses]) if mean else torch.cat(losses).mean()).backward()
+            (mean(losses) if mean else torch.cat(losses).mean()).backward()
             with torch.no_grad():
                 for p in model.parameters():
                     p -= LR * p.grad

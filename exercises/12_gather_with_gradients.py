@@ -9,7 +9,7 @@ Read before: 04_collectives.py, the sections all_gather and reduce_scatter, and,
 "Extending torch.autograd": a torch.autograd.Function has a forward and a backward of your own.
 recipes/contrastive.py compares what goes wrong here (and has the answer). You may use a gather of
 PyTorch's own wherever it is right. (That of torch.distributed.nn.functional is deprecated in 2.15,
-and wrong on a CPU if the gradient of its result is not contiguous: see below.)
+and wrong on a CPU if the gradient of its result is not contiguous.)
 
     python exercises/12_gather_with_gradients.py
 """
@@ -32,8 +32,8 @@ def gather(rows):
     sends more in backward() than an all_reduce of a tensor of the result's shape sends.
 
     Neither rows nor the gradient that comes from the loss need be contiguous (one row after the
-    other in memory), and most collectives want that. Both stay as they are. A loss may need several
-    calls of gather.
+    other in memory). With GPUs, most collectives want that; Gloo does not say so. Both stay as they
+    are. A loss may need several calls of gather.
     """
     raise NotImplementedError
 

@@ -25,7 +25,8 @@ class ShardedAdamW:
 
     Between two steps, a rank keeps AdamW's two numbers for each weight of its own part, and, if you
     like, one copy of this part. It keeps nothing that is as long as all weights. A part is as long
-    as the others, or shorter: no rank has more than the length divided by N, rounded up.
+    as the others, or shorter: no rank has more than the length divided by N, rounded up. You may
+    let torch.optim.AdamW update the part.
     """
 
     def __init__(self, weights, lr):
@@ -86,7 +87,8 @@ def trial():
         off = (weights - right[step]).abs()
         expect(off.max() < 1e-9, f"after step {step + 1}, {int((off >= 1e-9).sum())} of {COUNT}"
                f" weights are off, by {off.max():.1e} at most",
-               "does each part get the mean of all ranks' gradients of the same part?",
+               "step 1 was right: what is kept, lost or added up between two steps?" if step else
+               "the mean of all ranks' gradients of the same part, AdamW's own settings, and lr?",
                "the state of one part must stay with this part, and all parts take each step")
         worst = max(worst, off.max().item())
     last = weights.grad = off = same = None
@@ -97,9 +99,10 @@ def trial():
             break
         time.sleep(0.01)
     expect(kept <= 3 * share + 64, f"between two steps, this rank keeps {kept} bytes besides the"
-           f" weights, and AdamW's state of its part is {2 * share}",
-           "AdamW shall see this rank's part alone, and no buffer shall be as long as the weights",
-           "a slice keeps the whole tensor that it is cut from: clone it. Set .grad to None")
+           f" weights. AdamW's state of its part is {2 * share}, and a copy of the part {share}",
+           "AdamW shall see this rank's part alone, no buffer shall be as long as the weights, and"
+           " no .grad of a part shall stay",
+           "a slice keeps the whole tensor that it is cut from: clone it")
     # In a ring, one of the ranks does not pass on what is broadcast, or reduced.
     ring = {"broadcast": (world_size - 1) / world_size, "reduce": (world_size - 1) / world_size}
     sent = round(sum(size * ring.get(kind, 1) for kind, size in exchanges.calls))

@@ -45,8 +45,8 @@ class ShardedLinear(nn.Module):
         """Return inputs @ weight.T, made from the parts as they are now. All ranks call it.
 
         inputs: (rows, in), other rows on each rank, the same number of them. The backward pass
-        gives inputs the gradient of this rank's own loss. To self.part it gives this rank's part of
-        the weight's gradient, the mean over all ranks.
+        gives inputs the gradient of this rank's own loss. To self.part.grad it adds this rank's
+        part of the weight's gradient, the mean over all ranks.
         """
         raise NotImplementedError
 
@@ -76,6 +76,9 @@ def trial():
             right = torch.tanh(right @ weight.T / 10)
         right.backward(given / world_size)  # the mean of the ranks' losses
         outputs = inputs = rows[rank].clone().requires_grad_()
+        there = 2.0 * step  # in step 1, there is a gradient from before, as in accumulation
+        for layer in layers:
+            layer.part.grad = torch.full_like(layer.part, there) if step else None
         with alive:
             alive.calls = []
             for number, layer in enumerate(layers):
@@ -96,7 +99,7 @@ def trial():
             del outputs
             alive.look("after the backward pass", most + sum(sizes))
         alive.check()
-        worst = max(worst, off, gradients_off(layers, weights, inputs, all_rows))
+        worst = max(worst, off, gradients_off(layers, weights, inputs, all_rows, there))
         sent, enough = alive.bytes_sent(), 3 * (world_size - 1) * sum(sizes)
         expect(sent <= enough + 64, f"both passes send {sent} bytes, and 3 (N - 1) / N of the"
                f" weights are {enough}",
@@ -128,10 +131,15 @@ def check_parts(layers, weights):
         expect(torch.equal(part[: len(right)], right), f"the part of layer {number} has other"
                " numbers than this rank's share of the weight",
                "number i of the flat weight belongs to rank i // (length of a part)")
+        expect(not part[len(right):].any(), f"what fills up the part of layer {number} is not zero",
+               "torch.nn.functional.pad fills up with zeros")
 
 
-def gradients_off(layers, weights, inputs, all_rows):
-    """Return by how much the gradients of the inputs and of the parts are off, at most."""
+def gradients_off(layers, weights, inputs, all_rows, there):
+    """Return by how much the gradients of the inputs and of the parts are off, at most.
+
+    there: what each number of the parts' gradients was before.
+    """
     expect(inputs.grad is not None, "the inputs have no gradient",
            "backward returns a gradient for each argument of forward")
     right = all_rows.grad[dist.get_rank()] * dist.get_world_size()  # of the rank's own loss
@@ -142,7 +150,10 @@ def gradients_off(layers, weights, inputs, all_rows):
         what, right = f"the gradient of layer {number}'s part", own_part(weight.grad)
         expect(layer.part.grad is not None, f"layer {number}'s part has no gradient",
                "backward returns a gradient for each argument of forward")
-        found = layer.part.grad[: len(right)]
+        found, fill = (layer.part.grad - there).split([len(right), len(layer.part) - len(right)])
+        expect(not there or not torch.allclose(found + there, right), f"{what} has taken the place"
+               " of the one that was there",
+               "autograd adds up what backward() returns: return it, and leave .grad alone")
         times = (found.norm() / right.norm()).item()
         off = (found - right).abs().max().item()
         same_direction = (found / times - right).norm() / right.norm() < 1e-6
@@ -151,6 +162,8 @@ def gradients_off(layers, weights, inputs, all_rows):
         expect(off < 1e-9, f"{what} is off by {off:.1e}",
                "the mean is over the gradients that all ranks have for this part",
                "does the gradient have the weight's shape, (out, in), before you make it flat?")
+        expect(not fill.any(), f"what fills up {what} is not zero", "which numbers does the"
+               " reduce_scatter add up there? torch.empty does not clear what it gets")
         worst = max(worst, off)
     return worst
 
@@ -185,7 +198,7 @@ class Alive(Exchanges):
         for where, kept, most in self.seen:
             expect(kept <= most, f"{where}, this rank keeps {kept} bytes, and its parts, their"
                    f" gradients so far and the activations have less than {most}",
-                   "which whole weights are still there, and what holds them?",
+                   "which whole weights or whole gradients are still there, and what holds them?",
                    "what backward needs can be gathered again. A tensor saved for it, an attribute,"
                    " or a slice that is no clone keeps it alive")
 

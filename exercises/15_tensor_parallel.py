@@ -78,11 +78,12 @@ def trial():
              for shape in ((HIDDEN, IN), (HIDDEN,), (OUT, HIDDEN), (OUT,))]
     all_inputs, inputs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     right = mlp(all_inputs, *whole)
-    right.backward(given)
+    elsewhere = all_inputs.square().sum()  # the inputs are used twice, as in x + mlp(x)
+    torch.autograd.backward([right, elsewhere], [given, None])
     slices = own_slices(*whole)
     alone = rows.clone().requires_grad_()  # what comes out without an exchange
     partial = mlp(alone, *slices) - slices[3]
-    partial.backward(given)
+    torch.autograd.backward([partial, alone.square().sum()], [given, None])
     right, partial = right.detach(), partial.detach()
 
     before = bytes_kept()
@@ -96,7 +97,7 @@ def trial():
         expect(isinstance(found, nn.Parameter), f"{name} is no nn.Parameter",
                "self.weight = nn.Parameter(...), and self.bias")
         expect(found.shape == expected.shape, f"{name} has the shape {tuple(found.shape)}, and"
-               f" {tuple(expected.shape)} is this rank's", "which side of it are the hidden units?",
+               f" {tuple(expected.shape)} is this rank's", hint_on_shape(name, found, expected),
                "torch.tensor_split(weight, N) for the first, and with dim=1 for the second")
         expect(torch.equal(found, expected), f"{name} has other numbers than this rank's slice",
                "rank r has slice r")
@@ -105,7 +106,8 @@ def trial():
            "a slice keeps the whole tensor that it is cut from: clone it")
 
     with Exchanges() as forward:
-        output = second(torch.tanh(first(inputs)))
+        used = inputs * 1
+        output = second(torch.tanh(first(used)))
     expect(output.shape == right.shape, f"the output has the shape {tuple(output.shape)}, not"
            f" {tuple(right.shape)}", "add up what the ranks have: it has one shape on all")
     bias = whole[3].detach()
@@ -124,7 +126,7 @@ def trial():
     check_exchanges("forward", forward, ROWS * OUT * 8)
 
     with Exchanges() as backward:
-        output.backward(given)
+        torch.autograd.backward([output, used.square().sum()], [given, None])
     for name, found, expected in zip(
             names, mine, own_slices(*(one.grad for one in whole)), strict=True):
         off = max(off, gradient_off(name, found.grad, expected))
@@ -132,10 +134,26 @@ def trial():
            "the gradient of the inputs is that of this rank's hidden units, without the others",
            "the inputs go to the hidden units of all ranks",
            "forward: pass on as it is; backward: all_reduce. A torch.autograd.Function can do this")
-    off = max(off, gradient_off("the inputs", inputs.grad, all_inputs.grad))
+    twice = all_inputs.grad + (world_size - 1) * 2 * rows
+    expect(inputs.grad is None or not torch.allclose(inputs.grad, twice),
+           "the gradient of the inputs is added up, and with it what comes to them from elsewhere"
+           " (as in x + mlp(x))", "a hook on the inputs sees all of their gradient",
+           "forward: pass on as it is; backward: all_reduce. A torch.autograd.Function can do this")
+    if inputs.grad is not None:  # without what comes from elsewhere
+        inputs.grad -= 2 * rows
+    off = max(off, gradient_off("the inputs", inputs.grad, all_inputs.grad - 2 * rows))
     check_exchanges("backward", backward, ROWS * IN * 8)
     return (f"off by {off:.0e}, {kept} bytes on a rank, not {sum(one.nbytes for one in whole)},"
             f" {forward.bytes_sent()} bytes sent forward, {backward.bytes_sent()} backward")
+
+
+def hint_on_shape(name, found, expected):
+    if name == "RowLinear's bias":
+        return "it belongs to no hidden unit"
+    sizes = zip(found.shape, expected.shape, strict=False)
+    if found.ndim == expected.ndim and all(abs(one - other) < HIDDEN // 3 for one, other in sizes):
+        return "13 hidden units over N ranks: torch.tensor_split says who has one more"
+    return "which side of it are the hidden units?"
 
 
 def mlp(inputs, weight, bias, second_weight, second_bias):

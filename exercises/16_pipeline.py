@@ -43,7 +43,8 @@ def train_step(stage, inputs, targets, micro_batches):
     sends each output and each gradient once. Its first output leaves before its last forward pass,
     and its first gradient before its last backward pass. Rank r of N begins its first backward pass
     after N - r forward passes or more (or after all, if there are fewer micro-batches). Otherwise
-    some ranks would wait where they could work.
+    some ranks would wait where they could work. Keep what isend and irecv return, and wait() for
+    it: a message whose Work is lost may never leave.
     """
     raise NotImplementedError
 
@@ -84,6 +85,9 @@ def trial():
                f" {'outputs' if rank < last else ''}{' and ' if 0 < rank < last else ''}"
                f"{'gradients' if rank else ''} have {most}",
                "each output goes to the next rank alone, and each gradient to the one before")
+        others = sorted({kind for kind, _ in events.calls} - {"send"})
+        expect(not others, f"this rank also calls {' and '.join(others)}, for which all ranks meet",
+               "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?")
     shown = "".join({"forward": "F", "backward": "B"}.get(event, "") for event in stage.events)
     return f"gradients off by {worst:.0e}, {sent} bytes sent, rank 0 computes {shown}"
 
@@ -101,10 +105,10 @@ def check_loss(loss, right, micro_batches):
                "only the last rank knows the loss. Who is last, of N ranks?")
         return
     expect(isinstance(loss, float), f"{loss!r} came back", "the last rank returns a float")
-    told = f"the loss of the batch is {right:.4f}, and this rank returns {loss:.4f}"
-    expect(abs(loss - right * micro_batches) > 1e-9, f"{told}: {micro_batches} times as much",
+    told = f"the loss of the batch is {right:.6f}, and this rank returns {loss:.6f}"
+    expect(abs(loss - right * micro_batches) > 1e-5, f"{told}: {micro_batches} times as much",
            "the micro-batches' losses are means. What is the mean over the batch?")
-    expect(abs(loss - right) < 1e-9, told, "the mean over all micro-batches, each with its targets")
+    expect(abs(loss - right) < 1e-5, told, "the mean over all micro-batches, each with its targets")
 
 
 def gradients_off(stage, stages, rank, micro_batches, inputs, targets):
@@ -132,8 +136,10 @@ def gradients_off(stage, stages, rank, micro_batches, inputs, targets):
                    f"the gradient of {name} is that of the last micro-batch alone",
                    "backward() adds to .grad: let it")
         expect(off < 1e-9, f"the gradient of {name} is off by {off:.1e}",
-               "each backward pass begins with the gradient that came for the same micro-batch",
-               "output.backward(gradient). What goes back is the gradient of the stage's input")
+               "each backward pass begins with the gradient that came for the same micro-batch, and"
+               " needs the inputs as they were: each has a tensor of its own, which has arrived",
+               "output.backward(gradient). What goes back is the gradient of the stage's input. And"
+               " wait() for what irecv has returned")
         worst = max(worst, off)
     return worst
 

@@ -150,7 +150,7 @@ def verdict(reports, second_hint=False):
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
     hint = ("hint: each waits for its partner: for all others to make the same call with tensors of"
             " the same size, or for the recv that belongs to its send, or for the wait() of what"
-            " isend has returned")
+            " isend or irecv has returned")
     return False, "\n    ".join(
         [f"not yet. After {LIMIT} s, it stands still:", *lines, hint])
 

@@ -167,3 +167,17 @@ def accuracy(model, images, labels, batch_size):
         part.training = mode
     dist.all_reduce(right)
     return right.item() / len(images)
+
+
+# ---- autograd left off: autograd is switched off now ----
+def accuracy(model, images, labels, batch_size):
+    rank, world_size, right = dist.get_rank(), dist.get_world_size(), torch.zeros(())
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    torch.set_grad_enabled(False)
+    for numbers in torch.arange(rank, len(images), world_size).split(batch_size):
+        right += (model(images[numbers]).argmax(dim=1) == labels[numbers]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)

@@ -168,7 +168,7 @@ def seed_step(step, rank, world_size):
     torch.manual_seed(step + rank)
 
 
-# ---- hard-coded for two ranks: 3 ranks: .* rank 0 draws in step 1 what rank 2 draws in step 0 ----
+# ---- hard-coded for two ranks: with 16 ranks, rank 0 draws in step 1 what rank 2 draws in step 0 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(step * 2 + rank)
 
@@ -176,3 +176,49 @@ def seed_step(step, rank, world_size):
 # ---- other numbers in each life: at the end, the weight 0.weight has other bits ----
 def seed_step(step, rank, world_size):
     torch.manual_seed((step * world_size + rank) * 10**6 + os.getpid())
+
+
+# ---- seeds that meet later: with 16 ranks, rank 0 draws in step 100 what rank 1 draws in step 0 ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(rank * 100 + step)
+
+
+# ---- buffers not saved: the buffer 3.passes has other bits ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": list(model.parameters()), "optimizer": optimizer.state_dict(),
+                 "step": step}
+        torch.save(state, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    with torch.no_grad():
+        for p, saved in zip(model.parameters(), snapshot["model"], strict=True):
+            p.copy_(saved)
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1
+
+
+# ---- the learning rate not saved: the learning rate has other bits ----
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    settings = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(snapshot["optimizer"] | {"param_groups": settings})
+    return snapshot["step"] + 1
+
+
+# ---- from another folder: the new snapshot comes from another folder, .*/elsewhere ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        other = os.path.join(os.path.dirname(path), "elsewhere")
+        os.makedirs(other, exist_ok=True)
+        torch.save(state, f"{other}/snapshot.tmp")
+        os.replace(f"{other}/snapshot.tmp", path)

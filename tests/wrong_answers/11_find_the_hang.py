@@ -152,7 +152,7 @@ def train(model, batches, lr):
     return (total[0] / total[1]).item()
 
 
-# ---- averaged, too: weights are off by [^:]*\n ----
+# ---- averaged, too: they follow from 1/2 of each gradient ----
 def train(model, batches, lr):
     total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
     for inputs, labels in batches:

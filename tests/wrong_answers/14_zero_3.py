@@ -225,3 +225,32 @@ class ShardedLinear(nn.Module):
         whole = self.part.new_empty(len(self.part) * dist.get_world_size())
         dist.all_gather_into_tensor(whole, self.part)
         return inputs @ whole[: self.shape.numel()].view(self.shape).T
+
+
+# ---- filled up with ones: what fills up the part of layer 0 is not zero ----
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()), value=1)
+
+
+# ---- the gradient's end not cleared: what fills up the gradient of layer .* is not zero ----
+def scattered(gradient):
+    fill = -gradient.numel() % dist.get_world_size()
+    whole = nn.functional.pad(gradient.flatten(), (0, fill), value=7.0)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+
+# ---- the gradient set by hand: has taken the place of the one that was there ----
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs)
+        ctx.part, ctx.shape = part, shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [inputs] = ctx.saved_tensors
+        ctx.part.grad = scattered(gradient.T @ inputs) / dist.get_world_size()
+        return gradient @ gathered(ctx.part, ctx.shape), None, None

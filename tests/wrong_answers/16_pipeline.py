@@ -373,3 +373,31 @@ def train_step(stage, inputs, targets, micro_batches):
         if rank > 0:
             dist.send(x.grad, rank - 1)
     return total if rank == last else None
+
+
+# ---- the loss told to all: this rank also calls broadcast, for which all ranks meet ----
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, kept, total = dist.get_rank(), dist.get_world_size() - 1, [], 0.0
+    for x in inputs.chunk(micro_batches):
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((x, y))
+    for (x, y), target in zip(kept, targets.chunk(micro_batches), strict=True):
+        if rank < last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        else:
+            loss = mse_loss(y, target) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    told = torch.tensor(total)
+    dist.broadcast(told, src=last)
+    return told.item() if rank == last else None

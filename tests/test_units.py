@@ -136,6 +136,23 @@ def train_epoch(script):
     assert bars == [{"leave": False, "disable": None if rank == 0 else True}]
 
 
+@check(PAIR, ALL)
+def evaluate(script):
+    """The share of right answers over all ranks, as floats and without a graph."""
+    class FirstPixel(nn.Module):
+        def forward(self, images):
+            assert not torch.is_grad_enabled() and not self.training
+            return torch.nn.functional.one_hot(images.flatten(1)[:, 0].long(), 10).float()
+
+    images = torch.randint(10, (7, 1, 28, 28), dtype=torch.uint8)
+    dist.broadcast(images, src=0)
+    labels = images[:, 0, 0, 0].long()
+    labels[:3] = (labels[:3] + 1) % 10
+    model = nn.Module()  # as DDP around it
+    model.module = FirstPixel()
+    assert script["evaluate"](model, TensorDataset(images, labels), CPU) == pytest.approx(4 / 7)
+
+
 @check(PAIR, ("01",))
 def check_gradients(script):
     """Its figure is right, and a nan on one rank is an error. (More: test_01..., test_swap.py)"""

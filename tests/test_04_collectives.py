@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import shown
+import torch.distributed as dist
 from support import ROOT, clocks_differ, fork, fork_ranks, pretend_one_gpu, variant
 
 SCRIPT = "04_collectives.py"
@@ -81,18 +82,31 @@ def report_errors():
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath("report.json")
 
 
+def tell_interface():
+    """Called in a child: it prints where Gloo is to listen, if not on the machine's own address."""
+    def join_and_tell(*args, **options):
+        print(f"listens on {os.environ.get('GLOO_SOCKET_IFNAME')}\n", end="", flush=True)
+        return join(*args, **options)
+
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of whoever runs the tests
+    join, dist.init_process_group = dist.init_process_group, join_and_tell
+
+
 def test_an_error_ends_the_job(tmp_path):
     call = "    dist.all_to_all_single("
     script = variant(tmp_path, SCRIPT, {call: f"    raise RuntimeError('no such call')\n{call}"})
     only = ("--only", "broadcast", "all_to_all", "scatter")
-    result = fork_ranks(script, *only, cwd=tmp_path, before=report_errors)
+    result = fork_ranks(script, *only, cwd=tmp_path, before=(report_errors, tell_interface))
+    assert result.output.count("listens on lo") == 2, "one machine"
     assert "no such call" in (tmp_path / "report.json").read_text(), "for torchrun"
     assert result.status == 1 and "RuntimeError: no such call" in result.output
     assert "== scatter" not in result.output and "passed" not in result.output, result.output
 
 
 def test_two_clocks_are_not_compared(tmp_path):
-    result = fork_ranks(SCRIPT, "--only", "barrier", cwd=tmp_path, nodes=2, before=clocks_differ)
+    result = fork_ranks(SCRIPT, "--only", "barrier", cwd=tmp_path, nodes=2,
+                        before=(clocks_differ, tell_interface))
+    assert result.output.count("listens on None") == 2, "two machines"
     assert result.status == 0 and "comes at" not in result.output, result.output
     waits = re.findall(r"  rank \d   (\S+) s$", result.output, re.MULTILINE)
     assert len(waits) == 2 and all(0 <= float(wait) < 500 for wait in waits), result.output

@@ -149,6 +149,21 @@ def test_an_inf_on_one_rank_spoils_neither_weights_nor_snapshot(tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors(snapshot))
 
 
+def fail_in_backward():
+    """Called in a child: what torchrun would read of the error is to be in report.json."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath("report.json")
+
+    def backward(*args, **options):
+        raise RuntimeError("says this test")
+
+    torch.Tensor.backward = backward
+
+
+def test_an_error_reaches_torchrun(tmp_path):
+    train(tmp_path / "run", 1, *SMALL, status=1, world_size=1, before=fail_in_backward)
+    assert "says this test" in (tmp_path / "run/report.json").read_text()
+
+
 def test_epochs_and_patience(tmp_path):
     """Epochs of 4 steps."""
     changes = WORSE | {"windows[:-VALIDATION]": "windows[:53]"}

@@ -39,7 +39,7 @@ on a rank, and gathers block after block. With TP (tensor parallel), 8 ranks com
 together, on the same rows: their all-reduces carry activations.
 "3D" adds a pipeline. The blocks are dealt out over 4 stages, 2 for each. A batch goes from stage to
 stage in 4 parts (micro-batches), and the gradients of each part come back: this rank sends 8 times.
-A first or a last stage sends only half as often: play another rank to see it. Each stage gathers
+A first or a last stage sends only half as often: play another RANK to see it. Each stage gathers
 its blocks once, and keeps them for the step. (If it freed a block after each forward, it would
 gather 10 times, not 2: each block for each of 4 micro-batches, and once for backward.)
 

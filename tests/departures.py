@@ -141,11 +141,11 @@ class Round:
 def check(lines, shared):
     """Raise AssertionError if what 03 printed tells of a loss.
 
-    shared: whether all machines have the same disk.
+    shared: whether all machines have the same disk. (A rank that fails may abort as it exits: that
+    is torch's fault. Those that end well must not: test_reliability.py.)
     """
     on_disk, members, next_epoch, position = {}, [], None, None
     for line in lines:
-        assert "terminate called" not in line, line
         if not (m := re.match(r"\[rank 0/\d\] (.*)", line)):
             continue
         line = m[1]

@@ -68,7 +68,7 @@ def train(path, model, optimizer, first_step, before_step):
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
         optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.param_groups[0]["lr"] *= 0.9  # the learning rate falls
         if step % 2 == 1:
             save(path, model, optimizer, step)
 

@@ -106,7 +106,7 @@ def trial():
            "a slice keeps the whole tensor that it is cut from: clone it")
 
     with Exchanges() as forward:
-        used = inputs * 1
+        used = inputs * 1  # made by a step before, as in a model
         output = second(torch.tanh(first(used)))
     expect(output.shape == right.shape, f"the output has the shape {tuple(output.shape)}, not"
            f" {tuple(right.shape)}", "add up what the ranks have: it has one shape on all")
@@ -150,9 +150,10 @@ def trial():
 def hint_on_shape(name, found, expected):
     if name == "RowLinear's bias":
         return "it belongs to no hidden unit"
+    # Cut on the right side, but not where tensor_split cuts: few rows or columns more or less.
     sizes = zip(found.shape, expected.shape, strict=False)
     if found.ndim == expected.ndim and all(abs(one - other) < HIDDEN // 3 for one, other in sizes):
-        return "13 hidden units over N ranks: torch.tensor_split says who has one more"
+        return f"{HIDDEN} hidden units over N ranks: torch.tensor_split says who has one more"
     return "which side of it are the hidden units?"
 
 

@@ -21,12 +21,12 @@ see with_ddp(). For a pipeline, build the blocks of one stage, and see train_in_
     [rank 0/12] root only    291504   291504       2: 1748736     2: 1748736
     [rank 0/12] FSDP2 x TP   278832   278832      29: 1289376    29: 1289376
     [rank 0/12] 3D           278800   278800      19: 326304    19: 326304
-    [rank 8/1024] MB             kept  all-reduce  all-gather reduce-scatter        send at once
-    [rank 8/1024] DDP         17179.9   1: 4295.0   0:    0.0      0:    0.0   0:    0.0     0.0
-    [rank 8/1024] FSDP2          16.8   0:    0.0  16: 8589.9      8: 4295.0   0:    0.0   536.9
-    [rank 8/1024] root only      16.8   0:    0.0   1: 4295.0      1: 4295.0   0:    0.0  4295.0
-    [rank 8/1024] FSDP2 x TP     16.8  15: 8053.1  16: 1073.7      8:  536.9   0:    0.0    67.1
-    [rank 8/1024] 3D             16.8  16: 8589.9   2:  134.2      2:  134.2   8: 4295.0   134.2
+    [rank 8/1024] MB             kept  all-reduce  all-gather reduce-scatter        send  at once
+    [rank 8/1024] DDP         17179.9   1: 4295.0   0:    0.0      0:    0.0   0:    0.0      0.0
+    [rank 8/1024] FSDP2          16.8   0:    0.0  16: 8589.9      8: 4295.0   0:    0.0    536.9
+    [rank 8/1024] root only      16.8   0:    0.0   1: 4295.0      1: 4295.0   0:    0.0   4295.0
+    [rank 8/1024] FSDP2 x TP     16.8  15: 8053.1  16: 1073.7      8:  536.9   0:    0.0     67.1
+    [rank 8/1024] 3D             16.8  16: 8589.9   2:  134.2      2:  134.2   8: 4295.0    134.2
     [rank 8/1024] MB kept: 17179.9 with DDP; 16.8 with FSDP2, and one gathered block of 536.9
 
 First, 12 real ranks on CPUs, with a tiny model, match their dry runs, byte for byte. Then one
@@ -289,7 +289,7 @@ def predict():
     """The dry run of JOB: print a line for each way, and check what the docstring says of them."""
     columns = {"all-reduce": 12, "all-gather": 12, "reduce-scatter": 15, "send": 12}
     header = "".join(f"{kind:>{width}}" for kind, width in columns.items())
-    log(f"{'MB':<10}     kept{header} at once", every_rank=True)
+    log(f"{'MB':<10}     kept{header}  at once", every_rank=True)
     kept, step, at_once = {}, {}, {}
     for way in WAYS:
         kept[way], [step[way]] = train_and_count(way, **JOB)
@@ -300,7 +300,7 @@ def predict():
         for kind, width in columns.items():
             cell = f"{step[way].calls[kind]}: {step[way].bytes[kind] / 1e6:6.1f}"
             cells.append(f"{cell:>{width}}")
-        log(f"{way:<10}{''.join(cells)}{at_once[way] / 1e6:8.1f}", every_rank=True)
+        log(f"{way:<10}{''.join(cells)}{at_once[way] / 1e6:9.1f}", every_rank=True)
 
     model, blocks = kept["DDP"]["weights"], JOB["blocks"] // JOB["pipeline"]
     if any(kept[way]["weights"] * RANKS != model for way in WAYS if way != "DDP"):

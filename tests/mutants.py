@@ -8,6 +8,7 @@ False, a comparison turned round, + for -, "or" for "and", a keyword argument dr
 in a copy of the repository, where the plain tests of the script run, but not those that compare
 texts. They must pass there without a change. Prints what was noticed and what LIVED, and the share.
 Tests that have not ended after --timeout seconds count as LIVED: none has noticed it in time.
+A function that stands word for word in 01, 02 or 03 is changed there, too, and its tests there run.
 Not drawn: imports, texts (help=, description=, docstrings), and the deletion of a name's only
 assignment (any run ends with a NameError there). Drawn, too: what matters on a GPU alone.
 """
@@ -120,27 +121,46 @@ def run_tests(folder, arguments, output):
     os._exit(status)
 
 
-def tests_of(script, units):
-    """Return the words for pytest that choose the tests of a script."""
-    own = [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
-    name, shared = script.stem, ["tests/test_recipes.py"]  # which test several scripts, by name
-    if script.parent == ROOT:
-        name, shared = script.name[:2], ["tests/test_units.py", "tests/test_jobs.py"]
-    if name in ("01", "02", "03", "train_by_steps"):
+def tests_of(scripts, units):
+    """Return the words for pytest that choose the tests of some scripts."""
+    names, shared, own = [], [], []  # shared: those that test several scripts, by name
+    for script in scripts:
+        if script.parent == ROOT:
+            names.append(script.name[:2])
+            shared += ["tests/test_units.py", "tests/test_jobs.py"]
+        else:
+            names.append(script.stem)
+            shared += ["tests/test_recipes.py"]
+        own += [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
+    if {"01", "02", "03", "train_by_steps"} & set(names):
         own.append("tests/test_faults.py")
     everywhere = " or ".join(pathlib.Path(path).name for path in shared)
-    return ["-k", f"not ({everywhere}) or {name}", *shared, *([] if units else own)]
+    chosen = f"not ({everywhere}) or {' or '.join(names)}"
+    return ["-k", chosen, *dict.fromkeys(shared + ([] if units else own))]
+
+
+def also(script, changed):
+    """Return {another script: its text with the same change}, if one has the same function."""
+    text = script.read_text()
+    for before, after in zip(ast.parse(text).body, ast.parse(changed).body, strict=False):
+        before, after = ast.get_source_segment(text, before), ast.get_source_segment(changed, after)
+        for other in sorted(ROOT.glob("0[123]_*.py")):
+            if before != after and other != script and f"\n{before}\n" in other.read_text():
+                return {other: other.read_text().replace(before, after)}
+    return {}
 
 
 def noticed_by(original, script, changed, timeout, units):
     """Return the name of the test that noticed the change, or None; and why it is none."""
     skipped, deadline = [], time.monotonic() + timeout
     arguments = ["-q", "-x", "-s", "-m", "not long", "-n0", "--tb=short", "-p", "no:cacheprovider"]
-    arguments += tests_of(script, units)
+    files = {script: changed, **also(script, changed)}
+    arguments += tests_of(files, units)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
         shutil.copytree(original, folder)
-        (folder / script.relative_to(ROOT)).write_text(changed)
+        for path, new in files.items():
+            (folder / path.relative_to(ROOT)).write_text(new)
         while True:
             process = multiprocessing.get_context("fork").Process(
                 target=run_tests, args=(folder, arguments + skipped, output))  # fmt: skip

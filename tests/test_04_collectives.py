@@ -20,6 +20,8 @@ def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     assert result.lines(0)[-1] == f"18 of 18 sections passed their checks on {world_size} ranks"
     to_come = re.findall(r"starts; gradients still to come: (\d+)$", result.output, re.MULTILINE)
     assert to_come == ["12", "8", "4", "0"]  # 16 parameters; two layers fill a bucket
+    moments = re.findall(r"^\[.*\]\s+([\d.]+) ms  ", result.output, re.MULTILINE)
+    assert len(moments) == 6 and moments == sorted(moments, key=float), result.output
     if world_size == 4:
         tensors = r"   rank \d .*[]-]$|sent by"  # the rows that end with one hold no times
         assert not shown.missing("04_collectives.txt", result, exact=tensors)
@@ -36,12 +38,16 @@ def half_an_all_reduce(tensor, *args, whole=dist.all_reduce, **options):
     tensor.view(-1)[1:] = 0
     return work
 
+def send_more(tensor, steps=None, enough=ring_all_reduce):
+    return enough(tensor, steps) + 4
+
 def show_sections(names, device):
     whole, broken = dict(vars(dist)), {"nothing": dict.fromkeys(NOTHING, nothing),
-                                       "half": {"all_reduce": half_an_all_reduce}}
+                                       "half": {"all_reduce": half_an_all_reduce}, "more": {}}
     for case in CASES:
         what, name = case.split()
         vars(dist).update(whole | broken[what])
+        globals()["ring_all_reduce"] = send_more if what == "more" else send_more.__defaults__[1]
         why = "passed"
         try:
             SECTIONS[name](dist.get_rank(), dist.get_world_size(), device)
@@ -66,6 +72,7 @@ CASES |= {
     "nothing barrier": "a rank went on before the last one had come",
     "nothing monitored_barrier": "monitored_barrier did not name rank 2: no error",
     "nothing objects": "other objects arrived than were sent",
+    "more ring": "sent 16388 bytes, not 2 (N - 1) / N of 12288",
     "half ddp": "the gradients by hand are not those of DistributedDataParallel",
 }
 
@@ -93,14 +100,16 @@ def tell_interface():
 
 
 def test_an_error_ends_the_job(tmp_path):
-    call = "    dist.all_to_all_single("
-    script = variant(tmp_path, SCRIPT, {call: f"    raise RuntimeError('no such call')\n{call}"})
-    only = ("--only", "broadcast", "all_to_all", "scatter")
+    """Rank 1 alone fails, in its last line: rank 0 waits for that, and reports no success."""
+    check = "    assert_close(received, rows[:, rank])\n"
+    script = variant(tmp_path, SCRIPT, {
+        check: f"{check}    if rank == 1:\n        raise RuntimeError('no such call')\n"})
+    only = ("--only", "broadcast", "all_to_all")
     result = fork_ranks(script, *only, cwd=tmp_path, before=(report_errors, tell_interface))
     assert result.output.count("listens on lo") == 2, "one machine"
     assert "no such call" in (tmp_path / "report.json").read_text(), "for torchrun"
     assert result.status == 1 and "RuntimeError: no such call" in result.output
-    assert "== scatter" not in result.output and "passed" not in result.output, result.output
+    assert "== all_to_all" in result.output and "passed" not in result.output, result.output
 
 
 def test_two_clocks_are_not_compared(tmp_path):
@@ -141,6 +150,11 @@ def test_functions_to_copy(tmp_path):
             optimizer.step()
         for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
             assert (a - b).abs().max() < 1e-5, (a - b).abs().max()
+        names["show_overlap"](ours, batch, torch.zeros(4, 3))
+        own = torch.cat([p.grad.flatten() for p in ours.parameters()])
+        of_rank_0 = own.clone()
+        dist.broadcast(of_rank_0, src=0)
+        assert torch.equal(own, of_rank_0), "a mean of all ranks when it returns"
         ours(batch)
         ours.module[2](torch.ones(4, 7)).sum().backward()  # no gradient for the first layer
         try:

@@ -60,9 +60,11 @@ TIMEOUT = timedelta(seconds=60)  # how long ranks wait for each other
 GRACE = 10  # seconds, in place of torchrun's 30; torch 2.11 keeps to these
 WAYS = {"no handler": "nothing", "asks after each epoch": "epoch",
         "workers get SIGTERM": "workers", "asks in each step": "step"}
-SIGNS = {  # what torch says, and what that means
+SIGNS = {  # what torch prints, and what that means
     "epoch": ("forcefully exiting", "; killed after {:.0f} s"),
-    "workers": ("killed by signal: Terminated", "; a worker had ended"),
+    # A traceback from the loader: mostly "DataLoader worker (pid ...) is killed by signal:
+    # Terminated", or ConnectionResetError if the worker ended while it handed over a batch.
+    "workers": ("torch/utils/data/", "; a worker had ended"),
 }
 
 

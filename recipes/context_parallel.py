@@ -1,20 +1,22 @@
 """My sequence does not fit on one GPU: how do I deal it out over the ranks?
 
-    inputs, targets, own = deal_out(tokens)  # from the whole sequence to this rank's share
+    inputs, targets, positions = deal_out(tokens)  # this rank's share of the whole sequence
 
-    q, k = rotate(q, own), rotate(k, own)  # in your model: by the positions in the whole sequence
+    q, k = rotate(q, positions), rotate(k, positions)  # in your model
     out = ring_attention(q, k, v)  # replaces scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    scores = model(inputs, own)  # model: in DistributedDataParallel
-    dist.all_reduce(counted := (targets != -100).sum())  # now the tokens of all ranks (processes)
+    scores = model(inputs, positions)  # model: in DistributedDataParallel
+    counted = (targets != -100).sum()
+    dist.all_reduce(counted)  # now the targets of all ranks (processes)
     loss = cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
-    (loss * dist.get_world_size() / counted).backward()
+    (loss * dist.get_world_size() / counted).backward()  # DDP divides by the number of ranks
 
 In a Transformer, only attention lets tokens see each other. All else works on each token alone, and
-needs what data parallelism needs: a loss over the tokens of all ranks, and gradients averaged over
+needs what data parallelism needs: a loss over the targets of all ranks, and gradients averaged over
 the ranks, which DistributedDataParallel (DDP) does. For attention, each rank keeps the queries of
 its own tokens, and the keys and values (K and V) travel around a ring: each rank passes them to the
-next one while it computes. The results over parts of the keys are joined by their log-sum-exp.
+next one while it computes. Each part of the keys gives a result by a softmax of its own. Its
+log-sum-exp says how much the part weighs in the whole: by that, the results are joined.
 
     torchrun --standalone --nproc-per-node=4 recipes/context_parallel.py
 
@@ -23,40 +25,44 @@ next one while it computes. The results over parts of the keys are joined by the
     [rank 0/4] contiguous shares                5.2e-16  8.0e-16  8.1e-16  6.0e-16
     [rank 0/4] packed documents                 3.5e-16  6.0e-16  6.2e-16  4.6e-16
     [rank 0/4] documents see each other         8.6e-01  8.5e-01  8.7e-01  8.5e-01
-    [rank 0/4] mask by own numbers              1.0e+00  1.0e+00  9.7e-01  1.0e+00
+    [rank 0/4] mask by numbers in the share     1.0e+00  1.0e+00  9.7e-01  1.0e+00
     [rank 0/4] mean without log-sum-exp         4.4e-01
     [rank 0/4] blocks of 48 x 48 on a rank: 3 to 15 with contiguous shares, 9 to 9 with zig-zag ones
     [rank 0/4] K and V: 73728 bytes of 294912 kept on a rank, 737280 sent, with their gradients
-    [rank 0/4] all by the whole sequence  gradient of the weights off by 6.8e-16
-    [rank 0/4] rotary by own numbers      gradient of the weights off by 6.8e-02
-    [rank 0/4] shift after dealing out    gradient of the weights off by 1.3e-01
-    [rank 0/4] mean of the ranks' means   gradient of the weights off by 2.5e-01
+    [rank 0/4] all by the whole sequence       gradient of the weights off by 7.1e-16
+    [rank 0/4] rotary by numbers in the share  gradient of the weights off by 5.2e-02
+    [rank 0/4] shift after dealing out         gradient of the weights off by 1.3e-01
+    [rank 0/4] mean of the ranks' means        gradient of the weights off by 2.6e-01
     [rank 0/4] 1/4 of the tokens on each rank, and the gradient of one process
 
 "Off by" compares with one process that has the whole sequence, in float64: the output, and the
 gradients. With causal attention, late tokens see more than early ones. If the first rank had the
 first part, and so on (contiguous shares), the last rank would compute most, and all would wait for
 it. So cut the sequence into 2 N chunks for N ranks, and give rank r the chunks r and 2 N - 1 - r
-(zig-zag shares): all compute the same. The backward pass sends K and V around once more, and their
-gradients with them. So a rank keeps its own K and V only; the others pass through two buffers.
+(zig-zag shares): all compute the same. For the backward pass, a rank keeps only its own K and V. In
+it, they go around once more, and collect their gradients, which come from the losses of all ranks.
 
-The wrong ways raise no error. All ranks of a sequence must have the same tokens; a
-DistributedSampler gives each rank others. Masks and rotary embeddings must go by the positions in
-the whole sequence, not by those in the share. A mean of the parts is wrong, since their weights
-differ. For packed documents, call ring_attention(q, k, v, documents), with the document numbers of
-this rank's tokens. Shift the targets before the sequence is cut, as deal_out() does: the last token
-of a chunk predicts the first of the next chunk, mostly another rank's. A model that shifts them by
-itself takes a wrong target there, and none at the end of the share. And ranks with different
-numbers of targets (a prompt has none) must not average their means.
+The wrong ways raise no error. All ranks that share a sequence must load the same one: a
+DistributedSampler over all ranks gives each rank another. Masks and position embeddings must go by
+the positions in the whole sequence, not by those in the share. A mean of the parts is wrong, since
+their weights differ. Shift the targets before the sequence is cut, as deal_out() does: the last
+token of a chunk predicts the first of the next chunk, mostly another rank's. A model that shifts
+them by itself takes a wrong target there, and none at the end of the share. Ranks with different
+numbers of targets (a prompt has none) must not average their means. And call backward() outside of
+autocast.
+
+Labels of your own: targets = at(labels[:, 1:], positions, fill=-100). Packed documents, by the
+number of each token's document: ring_attention(q, k, v, at(documents[:, :-1], positions, fill=-1)).
 
 If a few ranks can hold a sequence, deal each one out over a group of ranks: give deal_out() and
-ring_attention() the rank's group. DDP and the sum of counted stay with all ranks.
+ring_attention() the rank's group, and DistributedSampler the number of groups (num_replicas) and
+that of this group (rank). DDP and the sum of counted stay with all ranks.
 
 This is written to be read: attend() holds all scores of a block at once, which a fused kernel does
-not. On GPUs, torch.distributed.tensor.experimental.context_parallel deals out, too, around
-scaled_dot_product_attention, with such kernels. Take it there, if it can do what your model needs.
-It gathers K and V of all ranks in each layer, unless set_rotate_method("alltoall") was called. It
-is a prototype, and was not tried here: its causal attention refuses a CPU (NotImplementedError).
+not. On GPUs, torch.distributed.tensor.experimental.context_parallel has such kernels, for code that
+calls scaled_dot_product_attention. Take it if it can do what your model needs. By default, each
+rank gathers K and V of all ranks in each layer; after set_rotate_method("alltoall"), they travel.
+It is a prototype, and was not tried here: its causal attention refuses a CPU.
 """
 
 import argparse
@@ -89,16 +95,17 @@ def zig_zag(rank, world_size):
 
 
 def own_positions(length, device, group=None, chunks_of=zig_zag):
-    """Return where this rank's tokens stand in a sequence of this length.
-
-    ValueError: the length is no multiple of 2 * world_size.
-    """
+    """Return where this rank's tokens stand in a sequence of this length: some after its end, if it
+    cannot be cut into 2 * world_size equal chunks. No token before sees those."""
     world_size = dist.get_world_size(group)
-    if length % (2 * world_size):
-        raise ValueError(f"{length} tokens cannot be cut into {2 * world_size} equal chunks: fill"
-                         " them up at the end, as deal_out() does")
-    chunks = torch.arange(length, device=device).chunk(2 * world_size)
-    return torch.cat([chunks[number] for number in chunks_of(dist.get_rank(group), world_size)])
+    size = math.ceil(length / (2 * world_size))
+    return torch.cat([torch.arange(number * size, (number + 1) * size, device=device)
+                      for number in chunks_of(dist.get_rank(group), world_size)])
+
+
+def at(values, positions, fill):
+    """Return the columns of values, (batch, length), at these positions; after its end, fill."""
+    return pad(values, (0, 1), value=fill)[:, positions.clamp(max=values.size(1))]
 
 
 def deal_out(tokens, group=None):
@@ -107,20 +114,17 @@ def deal_out(tokens, group=None):
     Return this rank's inputs and targets, (batch, own tokens), and the positions of these tokens.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]  # before the cut: the next may be elsewhere
-    # No token sees those after it: what fills up the end changes no output before.
-    missing = -inputs.size(1) % (2 * dist.get_world_size(group))
-    inputs, targets = pad(inputs, (0, missing)), pad(targets, (0, missing), value=NO_TARGET)
-    own = own_positions(inputs.size(1), tokens.device, group)
-    return inputs[:, own], targets[:, own], own
+    positions = own_positions(inputs.size(1), tokens.device, group)
+    return at(inputs, positions, fill=0), at(targets, positions, fill=NO_TARGET), positions
 
 
 def ring_attention(q, k, v, documents=None, group=None, chunks_of=zig_zag):
     """The right way: causal attention over a sequence that is dealt out over the ranks of a group.
 
     q, k, v: (batch, heads, tokens, head size), of this rank's tokens, in the order of
-    own_positions(); of one shape and dtype on all ranks. documents: (batch, tokens), integers: a
-    token sees its own document only. Return this rank's part of the output. All ranks must call
-    this, and all must go backward through it.
+    own_positions(); of one shape and dtype on all ranks. (If several heads share one of K and V,
+    repeat it.) documents: (batch, tokens), integers: a token sees its own document only. Return
+    this rank's part of the output. All ranks must call this, and go backward through it.
 
     ValueError: other shapes or dtypes, or an odd number of tokens.
     Source: Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023.
@@ -138,7 +142,7 @@ def ring_attention(q, k, v, documents=None, group=None, chunks_of=zig_zag):
 
 
 class RingAttention(torch.autograd.Function):
-    """Autograd does not follow a tensor to another rank: backward() does."""
+    """Autograd does not follow a tensor to another rank: the backward() below does."""
 
     @staticmethod
     def forward(ctx, q, k, v, documents, group, chunks_of):
@@ -163,10 +167,10 @@ class RingAttention(torch.autograd.Function):
         q, kv, out, lse, documents = ctx.saved_tensors
         dtype, wide, scale = q.dtype, lse.dtype, q.size(-1) ** -0.5
         q, out, gradient = q.to(wide), out.to(wide), gradient.to(wide)
-        # The gradient of softmax is weights * (g - the weighted sum of g). This is that sum, over
-        # the keys of all ranks, without an exchange.
+        # With g = gradient @ v.mT, softmax's gradient is weights * (g - the weighted sum of g).
+        # This is that sum, over the keys of all ranks: out is already the weighted sum of v.
         g_sum = (gradient * out).sum(dim=-1, keepdim=True)
-        dq, arrived = torch.zeros_like(q), None
+        dq, receive = torch.zeros_like(q), None
         for source, share in around_ring(kv, ctx.group):
             (k, v), d_kv = share.to(wide), torch.zeros_like(share, dtype=wide)
             for rows, columns, hidden in blocks(q, source, documents, ctx.group, ctx.chunks_of):
@@ -180,10 +184,10 @@ class RingAttention(torch.autograd.Function):
                 d_kv[1][:, :, columns] += weights.mT @ g_part
             # The gradients follow their K and V from rank to rank, and each rank adds its part.
             # One step more than K and V take brings them home.
-            if arrived:
-                d_kv += arrived()
-            arrived = pass_on(d_kv, torch.empty_like(d_kv), ctx.group)
-        dk, dv = arrived().to(dtype)
+            if receive:
+                d_kv += receive()
+            receive = pass_on(d_kv, torch.empty_like(d_kv), ctx.group)
+        dk, dv = receive().to(dtype)
         return dq.to(dtype), dk, dv, None, None, None
 
 
@@ -192,14 +196,14 @@ def around_ring(kv, group):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     buffers = [torch.empty_like(kv) for _ in range(min(2, world_size - 1))]
     for step in range(world_size - 1):
-        arrived = pass_on(kv, buffers[step % 2], group)  # one buffer is in use, one is filled
+        receive = pass_on(kv, buffers[step % 2], group)  # one buffer is in use, one is filled
         yield (rank - step) % world_size, kv
-        kv = arrived()
-    yield (rank + 1) % world_size, kv
+        kv = receive()
+    yield (rank + 1) % world_size, kv  # the last: nobody needs it any more
 
 
 def pass_on(tensor, buffer, group):
-    """Start to send to the next rank, and to receive: return a function that waits for it."""
+    """Start to send to the next rank, and to receive. Return a function that waits for both."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return lambda: tensor
@@ -208,12 +212,12 @@ def pass_on(tensor, buffer, group):
         dist.P2POp(dist.irecv, buffer, group=group, group_peer=(rank - 1) % world_size)]
     works = dist.batch_isend_irecv(operations)
 
-    def arrived():
+    def receive():
         for work in works:
             work.wait()
-        return operations[1].tensor  # until now, operations also holds what is sent
+        return operations[1].tensor  # (operations also keeps what is sent alive until now)
 
-    return arrived
+    return receive
 
 
 def blocks(q, source, documents, group, chunks_of):
@@ -253,9 +257,9 @@ def scores_of(q, k, hidden):
 
 
 def join(out, lse, part, part_lse):
-    """Join the attention over some keys with that over others. Return both, and its log-sum-exp."""
-    both = torch.logaddexp(lse, part_lse)
-    return out * (lse - both).exp() + part * (part_lse - both).exp(), both
+    """Return the attention over the keys of out and of part, and its log-sum-exp."""
+    joined = torch.logaddexp(lse, part_lse)
+    return out * (lse - joined).exp() + part * (part_lse - joined).exp(), joined
 
 
 def contiguous(rank, world_size):
@@ -282,10 +286,9 @@ def mean_of_parts(q, k, v):
 
 def deal_out_then_shift(tokens):
     """Wrong: each token's target is the next one in the share, as in a model that shifts them."""
-    inputs, _, own = deal_out(tokens)
-    length = inputs.size(1) * dist.get_world_size()
-    labels = pad(tokens, (0, length - tokens.size(1)), value=NO_TARGET)[:, own]
-    return inputs, pad(labels[:, 1:], (0, 1), value=NO_TARGET), own
+    inputs, _, positions = deal_out(tokens)
+    labels = at(tokens, positions, fill=NO_TARGET)
+    return inputs, pad(labels[:, 1:], (0, 1), value=NO_TARGET), positions
 
 
 def main():
@@ -303,10 +306,9 @@ def compare_attention(device, world_size):
     length = 2 * world_size * CHUNK
     torch.manual_seed(0)  # every rank makes the whole sequence, and takes its share
     whole = torch.randn(4, BATCH, HEADS, length, HEAD_SIZE, dtype=torch.float64).to(device)
-    documents = (torch.rand(BATCH, length) < 0.02).cumsum(dim=1).to(device)
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    documents = number_documents(length, device)
     plain, _ = results(partial(scaled_dot_product_attention, is_causal=True), *whole)
-    packed, _ = results(partial(scaled_dot_product_attention, attn_mask=seen), *whole)
+    packed, _ = results(partial(scaled_dot_product_attention, attn_mask=seen(documents)), *whole)
     own, in_turn = (own_positions(length, device, chunks_of=c) for c in (zig_zag, contiguous))
 
     log(f"{length} tokens on {world_size} ranks: off by     output  queries     keys   values")
@@ -316,7 +318,7 @@ def compare_attention(device, world_size):
             ("contiguous shares", plain, in_turn, partial(ring_attention, chunks_of=contiguous)),
             ("packed documents", packed, own, partial(ring_attention, documents=documents[:, own])),
             ("documents see each other", packed, own, ring_attention),
-            ("mask by own numbers", plain, own,
+            ("mask by numbers in the share", plain, own,
              partial(ring_attention, chunks_of=numbered_locally)),
             ("mean without log-sum-exp", plain, own, mean_of_parts)]:
         found, counts[name] = results(attention, *whole[..., positions, :])
@@ -333,7 +335,7 @@ def compare_attention(device, world_size):
         "attention is that of one process": all(x <= 1e-12 for x in right),
         "the wrong ways are wrong": world_size == 1 or all(x > 0.01 for x, *_ in off.values()),
         "a rank keeps its own share": count.kept == share,
-        "it travels while a rank computes": count.ahead == share * (world_size > 1),
+        "it is sent before a rank computes": count.ahead == share * (world_size > 1),
         # to world_size - 1 others, forward and backward; the gradients take a step more
         "the rest is sent": count.sent == (3 * world_size - 2) * share * (world_size > 1),
         "zig-zag shares are equal": even == [2 * world_size + 1] * world_size,
@@ -341,34 +343,49 @@ def compare_attention(device, world_size):
 
 
 def compare_model(device, world_size):
-    """Compare the gradient of a model's weights. Its sequence must be filled up at the end."""
+    """Compare the gradient of a model's weights, for packed documents whose end is filled up."""
     torch.manual_seed(1)
     tokens = torch.randint(VOCABULARY, (BATCH, 2 * world_size * CHUNK - 20)).to(device)
+    documents = number_documents(tokens.size(1), device)[:, :-1]  # of the inputs
     model, positions = new_model(device), torch.arange(tokens.size(1) - 1, device=device)
-    scores = model(tokens[:, :-1], positions, partial(scaled_dot_product_attention, is_causal=True))
-    targets = tokens[:, 1:].masked_fill(positions < PROMPT, NO_TARGET)
+    scores = model(tokens[:, :-1], positions,
+                   partial(scaled_dot_product_attention, attn_mask=seen(documents)))
+    # The last token of the prompt predicts the first one after it.
+    targets = tokens[:, 1:].masked_fill(positions < PROMPT - 1, NO_TARGET)
     cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()  # one process
     expected, off = flat_gradient(model), {}
     for name, deal, changed in [("all by the whole sequence", deal_out, None),
-                                ("rotary by own numbers", deal_out, "rotary"),
+                                ("rotary by numbers in the share", deal_out, "rotary"),
                                 ("shift after dealing out", deal_out_then_shift, None),
                                 ("mean of the ranks' means", deal_out, "mean")]:
-        inputs, targets, own = deal(tokens)
-        targets = targets.masked_fill(own < PROMPT, NO_TARGET)
-        counted, factor, model = (targets != NO_TARGET).sum(), 1, DDP(new_model(device))
+        inputs, targets, positions = deal(tokens)
+        targets = targets.masked_fill(positions < PROMPT - 1, NO_TARGET)
+        own_documents = at(documents, positions, fill=-1)
+        model, counted, factor = DDP(new_model(device)), (targets != NO_TARGET).sum(), 1
         if changed != "mean":
             dist.all_reduce(counted)
             factor = world_size  # by which DDP will divide
-        positions = torch.arange(len(own), device=device) if changed == "rotary" else own
-        scores = model(inputs, positions, ring_attention)
+        if changed == "rotary":
+            positions = torch.arange(len(positions), device=device)
+        scores = model(inputs, positions, partial(ring_attention, documents=own_documents))
         loss = cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
         (loss * factor / counted).backward()
         off[name] = ((flat_gradient(model) - expected).norm() / expected.norm()).item()
-        log(f"{name:<26} gradient of the weights off by {off[name]:.1e}")
+        log(f"{name:<31} gradient of the weights off by {off[name]:.1e}")
     right, *wrong = off.values()
     hold({"the model's gradient is that of one process": right <= 1e-12,
           "the model's wrong ways are wrong": world_size == 1 or min(wrong) > 0.01})
     log(f"1/{world_size} of the tokens on each rank, and the gradient of one process")
+
+
+def number_documents(length, device):
+    """Return the number of each token's document: (BATCH, length), some 50 tokens in each."""
+    return (torch.rand(BATCH, length) < 0.02).cumsum(dim=1).to(device)
+
+
+def seen(documents):
+    """The mask of one process: True where a token (row) sees another one (column)."""
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 def results(attention, q, k, v, gradient):
@@ -383,7 +400,7 @@ def results(attention, q, k, v, gradient):
 
 
 class Count(TorchDispatchMode):
-    """Counts the bytes sent (ahead: before a block), K and V kept for backward, and the blocks."""
+    """Counts the bytes sent (ahead: before the first block), K and V that are kept, and blocks."""
 
     def __init__(self):
         super().__init__()
@@ -439,8 +456,8 @@ def rotate(x, positions):
     # In float32, the angles of far positions would be rough.
     powers = torch.arange(half, device=x.device, dtype=torch.float64) / half
     angles = positions[:, None] / 10000 ** powers
-    a, b, cos, sin = *x.chunk(2, dim=-1), angles.cos(), angles.sin()
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    a, b, cos, sin = *x.chunk(2, dim=-1), angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 def new_model(device):

@@ -14,58 +14,64 @@
     first = [inputs[rows].contiguous()] if stage.is_first else []
     last = {"target": targets[rows]} if stage.is_last else {}
     optimizer.zero_grad()
-    schedule.step(*first, **last)  # forward and backward of all micro-batches
+    schedule.step(*first, **last)  # forward and backward of all micro-batches; then add_up_tied()
     square = get_total_norm([p.grad for p in model.parameters()]).full_tensor() ** 2
     dist.all_reduce(square, group=pp.get_group())  # clip_grad_norm_ knows no stages
     clip_grads_with_norm_(model.parameters(), max_norm, square.sqrt())
     optimizer.step()
 
 A mesh is a table of ranks (processes). Here it has a dimension for each way to split a training.
-Along "tp" (tensor parallel), each rank has a part of every layer. Along "pp" (pipeline parallel),
-each has a stage: some of the layers. Along "dp" (data parallel), each takes other rows, and keeps a
-shard of the stage's weights, gradients and optimizer state (fully_shard, FSDP2). Start from the
-same weights on all ranks. torch's parts for this fit together, also with Gloo on a CPU. Three
-things they leave to you: the norm over all stages (norm_of_model below), a tied weight in two
-stages (add_up_tied), and layers that tp does not split (Whole).
+Along "tp" (tensor parallel), each rank has a part of every large layer. Along "pp" (pipeline
+parallel), each has a stage: some of the layers. Along "dp" (data parallel), each takes other rows,
+and keeps a shard of the stage's weights, gradients and optimizer state (fully_shard, FSDP2). Start
+from the same weights on all ranks. torch's parts for this fit together, also with Gloo on a CPU.
+keep_stage, plan_of and loss_fn are yours: below are those of a small GPT. Three things are left to
+you: the norm over all stages (norm_of_model), a weight that two layers share (split_and_shard,
+add_up_tied), and layers that tp does not split (Whole).
 
     torchrun --standalone --nproc-per-node=8 recipes/three_dimensions.py
 
     [rank 0/8] bytes in one process: weights 424448, a batch's activations after a block 131072
     [rank 0/8] stage  ranks               weights gradients optimizer     sent: dp       tp       pp
-    [rank 0/8] dp 8, pp 1, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.7e-15
+    [rank 0/8] dp 8, pp 1, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.6e-15
     [rank 0/8]     0  0 1 2 3 4 5 6 7       53056     53056    106304       743456        0        0
     [rank 0/8] dp 1, pp 4, tp 2 off by: loss 0.0e+00 gradients 1.3e-15 weights 4.3e-15
     [rank 0/8]     0  0 1                   63488     63488    127028            0   655464   139276
     [rank 0/8]     1  2 3                   51200     51200    102444            0   524376   262156
     [rank 0/8]     2  4 5                   51200     51200    102444            0   524376   262156
     [rank 0/8]     3  6 7                   59904     59904    119864            0   786536   139276
-    [rank 0/8] replicate 2, dp 2, pp 2, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 3.9e-15
+    [rank 0/8] replicate 2, dp 2, pp 2, tp 1 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.0e-15
     [rank 0/8]     0  0 2 4 6              111104    111104    222304       333504        0    40968
     [rank 0/8]     1  1 3 5 7              109312    109312    218724       328128        0    40968
-    [rank 0/8] dp 2, pp 2, tp 2 off by: loss 0.0e+00 gradients 1.4e-15 weights 3.9e-15
+    [rank 0/8] dp 2, pp 2, tp 2 off by: loss 2.2e-16 gradients 1.3e-15 weights 4.1e-15
     [rank 0/8]     0  0 1 4 5               57344     57344    114784       114880   590016    69640
     [rank 0/8]     1  2 3 6 7               55552     55552    111204       111296   655552    69640
     [rank 0/8] wrong, on dp 2, pp 2, tp 2            gradients   weights
     [rank 0/8] other rows on each rank of tp           1.4e+00   1.0e+00
     [rank 0/8] averaged over dp x tp                   8.0e-01   1.0e+00
     [rank 0/8] tied weights go apart                   1.0e+00   1.3e+00
-    [rank 0/8] clipped by the norm of a stage          1.4e-15   9.0e-03
-    [rank 0/8] clipped, whole layers count twice       1.4e-15   5.2e-04
+    [rank 0/8] clipped by the norm of a stage          1.3e-15   9.0e-03
+    [rank 0/8] clipped, whole layers count twice       1.3e-15   5.2e-04
     [rank 0/8] 4 meshes train like one process; 5 mistakes do not, and raise no error
 
-"Off by" compares with one process that takes the whole batch, all in float64. It is that of the
-worst tensor: of the first step's gradients, relative to the tensor's length, and of the weights
-after 10 steps of AdamW, most of them clipped, relative to how far they moved (2 steps for what is
-wrong). The bytes are what each of these ranks keeps between steps, and sends in one, as if the
-exchanges of a group went round a ring. On the second mesh, an inner stage is one block. For each
-row of the batch, tp reduces its activations four times; pp sends them on, and their gradients back.
-dp gathers weights and scatters gradients, once in a step.
+"Off by" compares with one process that takes the whole batch, in float64: the loss of the first
+step; its gradients, before they are clipped; the weights after 10 steps of AdamW (2 for what is
+wrong), most of them clipped. For gradients and weights, it is the worst tensor: the norm of the
+difference, divided by the norm of the gradient, or of how far the weights have moved.
 
-No mistake raises an error. All stages of a replica, with their tp groups, need the same rows:
-DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()). AdamW hides a wrong
-scale of the gradients: a wrong norm shows late. So compare yours with one process, too. DDP in
-place of fully_shard fails around layers that tp has split, or trains nothing: see
-recipes/tensor_parallel.py.
+The bytes are what each of these ranks keeps between steps, and sends in one, as if the exchanges of
+a group went round a ring. During a step, a rank holds all weights and gradients of its part of the
+stage, so dp saves less at the peak. tp reduces the activations of a block twice forward, twice
+backward. pp sends them on, and their gradients back. (Read that off the inner stages of the second
+mesh, which are one block each.) dp gathers weights and scatters gradients, once in a step.
+
+The five mistakes raise no error. All stages of a replica, with their tp groups, need the same rows:
+DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()), and the same random
+augmentation. All micro-batches need equally many rows, and equally many targets that count: else
+there are errors, hangs or, silently, wrong gradients. AdamW hides a wrong scale of the gradients: a
+wrong norm shows late. So compare a small model of yours with one process, too. DDP around layers
+that tp has split fails, or trains nothing (recipes/tensor_parallel.py). The last stage alone has
+the loss, for schedule.step(..., losses=[]): print it there.
 
 Sizes: take the smallest tp and pp with which the model fits, and dp for the rest (Narayanan et al.
 2021, arXiv:2104.04473). tp: each block waits for its exchanges. Keep its groups on one machine. pp
@@ -106,9 +112,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, too
 from torch.utils._pytree import tree_leaves  # private, too
 
 CONTEXT, VOCABULARY, WIDTH, HEADS, LAYERS = 16, 64, 32, 4, 4
-# All micro-batches of all ranks need equally many rows, and targets that count: else errors, hangs,
-# or, silently, wrong gradients. 1F1B wants no fewer micro-batches than stages.
 BATCH, STEPS, WRONG_STEPS, MAX_NORM = 32, 10, 2, 0.3
+MICRO_BATCHES = 4  # of each replica; 1F1B wants no fewer than stages
 ACTIVATIONS = BATCH * CONTEXT * WIDTH * 8  # bytes of a batch's, after a block, in float64
 # {ranks: meshes}. What goes wrong is shown on the last one.
 MESHES = {
@@ -128,17 +133,19 @@ def keep_stage(model, number, count):
         model.characters = model.positions = None
     if number < count - 1:
         model.norm = model.head = None
-    for i in range(LAYERS):
-        if i * count // LAYERS != number:
+    layers = len(model.blocks)
+    for i in range(layers):
+        if i * count // layers != number:
             del model.blocks[str(i)]
     return model
 
 
 class Whole(ParallelStyle):
-    """In a plan: a layer that each rank of a tp group holds whole. All compute the same with it.
+    """In a plan: a layer (of one input) that each rank of a tp group holds whole, and computes.
 
-    A layer without a place in the plan would train, too. But its weights would be no DTensors on
-    the tp mesh, and get_total_norm takes no mixture. (Or see clip_by_mesh in tensor_parallel.py.)
+    Give every layer that has weights a place in the plan. Without one, it would train, too, but
+    get_total_norm fails if some weights are DTensors on the tp mesh and others are not. (Or see
+    clip_by_mesh in tensor_parallel.py.)
     """
 
     def _apply(self, module, device_mesh):
@@ -160,27 +167,28 @@ def plan_of(model):
     return plan
 
 
-def split(model, mesh):
-    """The right way, for the model of a stage, with the same weights on all ranks; in place."""
+def data_mesh(mesh):
+    """The dimensions along which ranks take other rows: "dp", and "replicate" if there is one."""
+    return mesh["replicate", "dp"] if "replicate" in mesh.mesh_dim_names else mesh["dp"]
+
+
+def split_and_shard(model, mesh):
+    """The right way, for the model of a stage, in place: split it over tp, and shard it over dp."""
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], plan_of(model))
     if model.characters is not None and model.head is not None:  # both ends in one stage:
         model.head.weight = model.characters.weight  # parallelize_module unties them, silently
-    data = mesh["replicate", "dp"] if "replicate" in mesh.mesh_dim_names else mesh["dp"]
     for module in [*model.blocks.values(), model]:
-        # By default (True), every micro-batch gathers the weights anew.
-        fully_shard(module, mesh=data, reshard_after_forward=False)
+        # By default, every micro-batch gathers the weights of the blocks anew.
+        fully_shard(module, mesh=data_mesh(mesh), reshard_after_forward=False)
     return model
 
 
 def rows_of_replica(rows, mesh):
     """The right rows: all ranks of a replica (its stages, and their tp groups) take the same."""
-    number, replicas = 0, 1
-    for name in ("replicate", "dp"):
-        if name in mesh.mesh_dim_names:
-            number = number * mesh[name].size() + mesh[name].get_local_rank()
-            replicas *= mesh[name].size()
-    return rows[number::replicas].contiguous()  # torch 2.11 wants the inputs of a stage contiguous
+    ranks = data_mesh(mesh).mesh.flatten().tolist()  # one of each replica
+    rows = rows[ranks.index(dist.get_rank())::len(ranks)]
+    return rows.contiguous()  # torch 2.11 wants the inputs of a stage contiguous
 
 
 def rows_of_tp_rank(rows, mesh):
@@ -191,7 +199,8 @@ def rows_of_tp_rank(rows, mesh):
 def add_up_tied(model, mesh, ends):
     """Right: the first and the last stage have a copy of the tied weight, and add up its gradients.
 
-    ends: the group of the two, see ends_of(mesh); None for stages in between, or if there is one.
+    ends: the group of the two, from ends_of(mesh). None on a stage in between, or if there is only
+    one stage: there, split_and_shard ties the two layers again.
     """
     if ends is not None:
         layer = model.characters if model.head is None else model.head
@@ -203,7 +212,7 @@ def leave_tied(model, mesh, ends):
 
 
 def average_over_tp(model, mesh, ends):
-    """Wrong: after fully_shard's average over dp, one over tp, whose ranks hold other parts."""
+    """Wrong: an average over tp, too. Its ranks hold different parts of the gradients."""
     add_up_tied(model, mesh, ends)
     for p in model.parameters():
         dist.all_reduce(p.grad.to_local(), group=mesh.get_group("tp"))
@@ -254,11 +263,11 @@ def train(mesh, device, steps=STEPS, share=rows_of_replica, finish=add_up_tied, 
     """
     pp = mesh["pp"]
     model = keep_stage(GPT(), pp.get_local_rank(), pp.size()).to(device)  # your model
-    optimizer, scheduler = new_optimizer(split(model, mesh))
+    optimizer, scheduler = new_optimizer(split_and_shard(model, mesh))
     stage = PipelineStage(model, pp.get_local_rank(), pp.size(), device, group=pp.get_group())
-    # It divides the gradients by the number of micro-batches: right if loss_fn takes a mean. (All
-    # of p.grad: so do not accumulate over calls of step, but take more micro-batches.)
-    schedule = Schedule1F1B(stage, pp.size(), loss_fn=loss_fn)  # as few as 1F1B takes: see Sizes
+    # schedule.step divides p.grad by the number of micro-batches: so loss_fn takes a mean. It would
+    # divide the gradients of an earlier call once more: so take more micro-batches, not more calls.
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
     ends = ends_of(mesh)
     sent = CountSent(mesh, ends)
     for step, (inputs, targets) in zip(range(steps), whole_batches(device)):
@@ -370,8 +379,7 @@ def compare(device):
         log("{} off by: loss {:.1e} gradients {:.1e} weights {:.1e}".format(name, *off))
         if not all(value < 1e-10 for value in off):
             raise RuntimeError(f"{name} does not train like one process")
-        copies = 2 if "replicate" in shape else 1
-        if not 1 <= show(mesh, *counted) / copies / model < 1.1:
+        if not 1 <= show(mesh, *counted) / shape.get("replicate", 1) / model < 1.1:
             raise RuntimeError(f"{name}: the ranks do not share the weights out")
 
     log(f"{'wrong, on ' + name:<38}gradients   weights")
@@ -393,7 +401,8 @@ def show(mesh, kept, sent):
     for line in sorted(set(lines)):
         ranks = " ".join(str(rank) for rank, other in enumerate(lines) if other == line)
         log("{:>5}  {:<17}{:>10}{:>10}{:>10}{:>13}{:>9}{:>9}".format(line[0], ranks, *line[1:]))
-        # Its shard to each of dp, and a gradient. On two ranks, an all-reduce sends its bytes once.
+        # For each other rank of dp, its shard of the weights, and one of the gradients. An
+        # all-reduce of the shard between two replicas sends it once more.
         found = [line[4] / line[1], *(value / ACTIVATIONS for value in line[5:])]
         expected = [2 * (mesh["dp"].size() - 1) + ("replicate" in mesh.mesh_dim_names), 4, 2]
         inner = 0 < line[0] < stages - 1  # a stage of one block
@@ -419,14 +428,14 @@ class TransformerBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        # (Softmax cancels a bias of k: its gradient would be 0, and the rest rounding.)
+        # (No bias: that of k has a gradient of 0, of which rounding cannot be told apart.)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        # Trap: tp gives a rank columns of qkv that stand together. So they come head by head, each
-        # with its q, k and v. All q first, then all k, would not do. (Three layers would, with
-        # three all-reduces in the backward pass.) -1: as many heads as this rank has.
+        # Trap: tp gives each rank consecutive outputs of qkv. So here they come head by head: q, k
+        # and v of head 0, then of head 1, and so on. (Many pretrained weights have all q first,
+        # then all k: put them in order.) -1: the heads of this rank, so tp must divide HEADS.
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3 * WIDTH // HEADS)).transpose(1, 2)
         mixed = scaled_dot_product_attention(*heads.chunk(3, dim=-1), is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -532,6 +541,7 @@ def stop(message, status=2):
         time.sleep(10)  # a rank that is still alive after this was the only one to fail
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
+
 
 def parse_args():
     """Stop if the way of starting cannot work."""

@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embed, self.qkv, self.head = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9)
-    def forward(self, tokens, own):
+    def forward(self, tokens, positions):
         x = self.embed(tokens)[:, None]  # one head
         for _ in range(2):
             q, k, v = self.qkv(x).chunk(3, dim=-1)
@@ -169,7 +169,19 @@ ring_attention = of_ranks
 PASTE1
 PASTE3
 check(gradient(model), gradient(plain))
-assert len(own) == 24 // world_size, f"{len(own)} tokens on a rank"
+assert len(positions) == 24 // world_size, f"{len(positions)} tokens on a rank"
+# A group, and bfloat16: only q, k, v and the results are rounded.
+group = dist.new_subgroups_by_enumeration([[0], [*range(1, world_size)]])[0]
+whole = torch.randn(4, 1, 2, 24, 8).bfloat16()
+leaves, own = whole[:3].double().requires_grad_(), own_positions(24, device, group)
+expected = scaled_dot_product_attention(*leaves, is_causal=True)
+expected.backward(whole[3].double())
+parts = whole[:3, ..., own, :].requires_grad_()
+with torch.autocast("cpu", torch.bfloat16):
+    found = ring_attention(*parts, group=group)
+found.backward(whole[3][..., own, :])
+for one, other in ((found, expected), (parts.grad, leaves.grad)):
+    check(one, other[..., own, :], 3e-3)
 
 # contrastive
 def two_views(net, rows):
@@ -223,7 +235,9 @@ class YourModel(nn.Module):
     def __init__(self, mixture=ExpertParallel):
         def new_expert(number):
             torch.manual_seed(number)
-            return Block(8)
+            expert = Block(8)
+            expert.register_buffer("number", torch.tensor(number), persistent=False)
+            return expert
         super().__init__()
         self.mixtures = nn.ModuleList()
         for seed in (10, 20):
@@ -241,6 +255,10 @@ expected = nn.utils.clip_grad_norm_(whole.values(), MAX_NORM)
 PASTE
 check(norm, expected)
 check(gradient(model), flat(whole[name].grad for name, _ in model.module.named_parameters()))
+mixture = model.module.mixtures[0]
+assert all(int(name) == expert.number for name, expert in mixture.experts.items()), "overwritten"
+check(mixture(inputs[None])[0][0], mixture(inputs)[0])  # tokens of any shape
+assert "experts.0.up.weight" in sum(gathered(names_of_experts(mixture)), []), "not by itself"
 
 # go_on_without
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -51,8 +51,10 @@ them by itself takes a wrong target there, and none at the end of the share. Ran
 numbers of targets (a prompt has none) must not average their means. And call backward() outside of
 autocast.
 
-Labels of your own: targets = at(labels[:, 1:], positions, fill=-100). Packed documents, by the
-number of each token's document: ring_attention(q, k, v, at(documents[:, :-1], positions, fill=-1)).
+Labels of your own, labels[:, i] that of token i, not shifted yet: targets = at(labels[:, 1:],
+positions, fill=-100). Packed documents, by the number of each token's document:
+ring_attention(q, k, v, at(documents[:, :-1], positions, fill=-1)). (The last token of a document
+still predicts the first of the next: if it should not, give labels of your own.)
 
 If a few ranks can hold a sequence, deal each one out over a group of ranks: give deal_out() and
 ring_attention() the rank's group, and DistributedSampler the number of groups (num_replicas) and
@@ -60,9 +62,10 @@ that of this group (rank). DDP and the sum of counted stay with all ranks.
 
 This is written to be read: attend() holds all scores of a block at once, which a fused kernel does
 not. On GPUs, torch.distributed.tensor.experimental.context_parallel has such kernels, for code that
-calls scaled_dot_product_attention. Take it if it can do what your model needs. By default, each
-rank gathers K and V of all ranks in each layer; after set_rotate_method("alltoall"), they travel.
-It is a prototype, and was not tried here: its causal attention refuses a CPU.
+calls F.scaled_dot_product_attention (by another name, it would stay local, without an error). Take
+it if it can do what your model needs. By default, each rank gathers K and V of all ranks in each
+layer; after set_rotate_method("alltoall"), they travel. It is a prototype, and was not tried here:
+its causal attention refuses a CPU.
 """
 
 import argparse
@@ -95,8 +98,11 @@ def zig_zag(rank, world_size):
 
 
 def own_positions(length, device, group=None, chunks_of=zig_zag):
-    """Return where this rank's tokens stand in a sequence of this length: some after its end, if it
-    cannot be cut into 2 * world_size equal chunks. No token before sees those."""
+    """Return where this rank's tokens stand in a sequence of this length.
+
+    If it cannot be cut into 2 * world_size equal chunks, some stand after its end. No token before
+    sees them. (A table of position embeddings needs rows for them.)
+    """
     world_size = dist.get_world_size(group)
     size = math.ceil(length / (2 * world_size))
     return torch.cat([torch.arange(number * size, (number + 1) * size, device=device)
@@ -122,9 +128,10 @@ def ring_attention(q, k, v, documents=None, group=None, chunks_of=zig_zag):
     """The right way: causal attention over a sequence that is dealt out over the ranks of a group.
 
     q, k, v: (batch, heads, tokens, head size), of this rank's tokens, in the order of
-    own_positions(); of one shape and dtype on all ranks. (If several heads share one of K and V,
-    repeat it.) documents: (batch, tokens), integers: a token sees its own document only. Return
-    this rank's part of the output. All ranks must call this, and go backward through it.
+    own_positions(); of one shape and dtype on all ranks. (If g heads share one of K and V:
+    k.repeat_interleave(g, dim=1).) documents: (batch, tokens), integers: a token sees its own
+    document only. Return this rank's part of the output. All ranks must call this, and go backward
+    through it.
 
     ValueError: other shapes or dtypes, or an odd number of tokens.
     Source: Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023.

@@ -2,7 +2,7 @@
 
     model = YourModel()  # its mixtures: ExpertParallel(width, experts, top, new_expert), below
     names = names_of_experts(model)  # below, too: what this rank alone has
-    DDP._set_params_and_buffers_to_ignore_for_model(model, names)  # before DDP()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, names)  # just before DDP()
     experts = [p for name, p in model.named_parameters() if name in names]
     rest = [p for name, p in model.named_parameters() if name not in names]
     model = DDP(model)
@@ -50,11 +50,14 @@ received. So autograd skips the exchanges on this rank. The others wait in them 
 (here after 5 s, on the CPU). All ranks must call the layer equally often, in evaluation, too.
 
 DDP(model) overwrites the experts of all ranks by those of rank 0, or raises an error if the ranks
-have unequal numbers of them. If you forget the division, AdamW without clipping hides it: its step
-hardly depends on a factor. clip_grad_norm_ knows this rank's experts only: each rank gets another
-norm, so the copies of the router and the rest drift apart, without an error. A GradScaler (float16)
-lets them drift, too: if the experts of one rank alone have an inf in their gradients, that rank
-alone skips the step. Take bfloat16, which needs no scaler.
+have unequal numbers of them. So does DDP(torch.compile(model)), in which all names are others:
+compile what DDP() returns.
+
+If you forget the division, AdamW without clipping hides it: its step hardly depends on a factor.
+clip_grad_norm_ knows this rank's experts only: each rank gets another norm, so the copies of the
+router and the rest drift apart, without an error. A GradScaler (float16) lets them drift, too: if
+the experts of one rank alone have an inf in their gradients, that rank alone skips the step, and
+lowers its scale. Take bfloat16, which needs no scaler.
 
 The balance is the loss of Switch Transformers (Fedus, Zoph and Shazeer, 2021). It needs the
 experts' shares in the tokens of all ranks. No token is dropped here: one rank may get them all.
@@ -62,8 +65,8 @@ experts' shares in the tokens of all ranks. No token is dropped here: one rank m
 A rank's state_dict() has its own experts only: a save by rank 0 loses the others. Save by
 torch.distributed.checkpoint, as checkpoint_any_world_size.py does, but give get_state_dict() and
 set_state_dict() options=StateDictOptions(flatten_optimizer_state_dict=True): then the optimizer's
-state has names, too. Any number of ranks can load that, as the experts' names have their numbers.
-(That was tried, but not here.)
+settings go by names, too. Any number of ranks can load that, as the experts' names have their
+numbers. (That was tried, but not here.)
 
 all_to_all_single_autograd in torch.distributed._functional_collectives does what Exchange does,
 with the right gradients (torch 2.11 and 2.15, Gloo). But that module is private: its names change.
@@ -72,6 +75,7 @@ with the right gradients (torch 2.11 and 2.15, Gloo). But that module is private
 import argparse
 import gc
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -121,7 +125,7 @@ class ExpertParallel(nn.Module):
 
     group: None for all ranks. Each smaller group has all experts, and takes the balance of its own
     tokens. Then an expert has a copy in each group: start the copies equal, add up their gradients
-    over the groups, and divide by the number of all ranks.
+    over the groups, and divide by the number of all ranks. Give clip_with_experts() the group, too.
     """
 
     def __init__(self, width, experts, top, new_expert, group=None):
@@ -351,7 +355,8 @@ def wait_in_vain():
     except RuntimeError as caught:  # "Timed out waiting ..." or "Connection closed by peer ..."
         error = str(caught)
     errors = gathered(error)
-    failed = [rank for rank, text in enumerate(errors) if "imed out" in text or "onnection" in text]
+    said = re.compile("[Tt]imed? ?out|[Cc]onnection|[Bb]roken pipe")
+    failed = [rank for rank, text in enumerate(errors) if said.search(text)]
     dist.destroy_process_group(group)  # a timeout has broken it
     log(f"idle experts skipped: forward works; in backward(), ranks {failed} wait in vain")
     if failed != list(range(ranks - 1)) or errors[-1]:
@@ -397,7 +402,7 @@ def new_model(mixture, experts, top, idle=0, **options):
 
 
 def new_expert(number):
-    """Your expert. Each rank makes others: that must not change what the model draws next."""
+    """Your expert. Each rank makes others: that must not change what the CPU draws next."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED + 1 + number)
         return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))

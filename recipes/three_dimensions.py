@@ -67,11 +67,13 @@ mesh, which are one block each.) dp gathers weights and scatters gradients, once
 
 The five mistakes raise no error. All stages of a replica, with their tp groups, need the same rows:
 DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()), and the same random
-augmentation. All micro-batches need equally many rows, and equally many targets that count: else
-there are errors, hangs or, silently, wrong gradients. AdamW hides a wrong scale of the gradients: a
-wrong norm shows late. So compare a small model of yours with one process, too. DDP around layers
-that tp has split fails, or trains nothing (recipes/tensor_parallel.py). The last stage alone has
-the loss, for schedule.step(..., losses=[]): print it there.
+augmentation. (With "replicate", count over both dimensions: rows_of_replica.) All micro-batches, of
+all ranks and in all steps, need equally many rows (drop_last=True), and equally many targets that
+count: else there are errors, hangs or, silently, wrong gradients. AdamW hides a wrong scale of the
+gradients: a wrong norm shows late. So compare a small model of yours with one process, too. DDP
+around layers that tp has split fails, or trains nothing (recipes/tensor_parallel.py). The last
+stage alone has the losses, one for each micro-batch of its replica: give
+schedule.step(losses=...) an empty list, which it fills, and take the average, over dp, too.
 
 Sizes: take the smallest tp and pp with which the model fits, and dp for the rest (Narayanan et al.
 2021, arXiv:2104.04473). tp: each block waits for its exchanges. Keep its groups on one machine. pp
@@ -266,7 +268,8 @@ def train(mesh, device, steps=STEPS, share=rows_of_replica, finish=add_up_tied, 
     optimizer, scheduler = new_optimizer(split_and_shard(model, mesh))
     stage = PipelineStage(model, pp.get_local_rank(), pp.size(), device, group=pp.get_group())
     # schedule.step divides p.grad by the number of micro-batches: so loss_fn takes a mean. It would
-    # divide the gradients of an earlier call once more: so take more micro-batches, not more calls.
+    # divide the gradients of an earlier call once more. So take more micro-batches, not more calls
+    # (or scale_grads=False, and divide yourself).
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
     ends = ends_of(mesh)
     sent = CountSent(mesh, ends)
@@ -401,10 +404,11 @@ def show(mesh, kept, sent):
     for line in sorted(set(lines)):
         ranks = " ".join(str(rank) for rank, other in enumerate(lines) if other == line)
         log("{:>5}  {:<17}{:>10}{:>10}{:>10}{:>13}{:>9}{:>9}".format(line[0], ranks, *line[1:]))
-        # For each other rank of dp, its shard of the weights, and one of the gradients. An
-        # all-reduce of the shard between two replicas sends it once more.
+        # For each other rank of dp, its shard of the weights, and one of the gradients. Between
+        # replicas, an all-reduce of the shard. tp and pp: of two ranks in a tp group, without dp.
         found = [line[4] / line[1], *(value / ACTIVATIONS for value in line[5:])]
-        expected = [2 * (mesh["dp"].size() - 1) + ("replicate" in mesh.mesh_dim_names), 4, 2]
+        replicas = dict(zip(mesh.mesh_dim_names, mesh.shape)).get("replicate", 1)
+        expected = [2 * (mesh["dp"].size() - 1) + 2 * (replicas - 1) / replicas, 4, 2]
         inner = 0 < line[0] < stages - 1  # a stage of one block
         if any(abs(a - b) > 0.02 for a, b in list(zip(found, expected))[:3 if inner else 1]):
             raise RuntimeError(f"stage {line[0]} sends {found} times its weights or activations")

@@ -307,6 +307,9 @@ def save(state, path):
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
+        # What cannot be loaded (a number of NumPy's, say) must not replace what can. mmap: this
+        # reads no tensors.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         if os.path.exists(temporary):

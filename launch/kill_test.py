@@ -105,6 +105,7 @@ class Kill:
     seconds: float  # since the start of the round: as planned, then as done
     kind: str
     which: float  # from 0 to 1: which one of that kind
+    late: bool = False  # not before something is saved, however slow this round is
     name: str = ""
     offset: int = 0  # how many bytes the command had printed
 
@@ -158,6 +159,7 @@ def play(args, folder, plan=(), limit=math.inf, starts=1):
                             run.seen.setdefault(kind, [run.seconds, 0])[1] = run.seconds
                         run.saved = run.saved or has_saved(args, folder) * run.seconds
                     elif (waiting and run.seconds >= waiting[0].seconds
+                          and (has_saved(args, folder) or not waiting[0].late)
                           and strike(args, run, waiting[0], find_victims(mark, process.pid))):
                         run.kills.append(waiting.pop(0))
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,10 +178,11 @@ def play(args, folder, plan=(), limit=math.inf, starts=1):
 
 def play_round(args, number, folder, reference):
     """Draw kills and play them, until one has hit; then compare the result."""
+    pace = 1.0  # of this round's seconds: the machine may have been busier in the undisturbed run
     for draw in range(DRAWS):
         shutil.rmtree(folder, ignore_errors=True)  # of a run that no kill has hit
         draws = random.Random(f"{args.seed}/{number}/{draw}")
-        plan = draw_kills(args, draws, reference, 0.7**draw)  # each time earlier
+        plan = draw_kills(args, draws, reference, 0.7**draw, pace)  # each time earlier
         run = play(args, folder, plan, args.limit or 10 * reference.seconds + 900, args.starts)
         if run.failure:
             return run
@@ -187,21 +190,23 @@ def play_round(args, number, folder, reference):
             if differs := difference(args, reference, run):
                 run.failure = f"not equal: {differs}"
             return run
+        pace = min(pace, run.seconds / reference.seconds)
     run.failure = ("it ended before the kill, each time. Does it go on from a file at an absolute"
                    " path, which all rounds share?")
     return run
 
 
-def draw_kills(args, draws, reference, part):
+def draw_kills(args, draws, reference, part, pace):
     """Draw who is killed and when: at a moment at which the undisturbed run had such a process."""
     kinds = [kind for kind in args.victims if kind in reference.seen]
     kills = []
     for _ in range(draws.randint(1, args.kills)):
         kind, place, which = draws.choice(kinds), draws.random(), draws.random()
         first, last = reference.seen[kind]
-        if draws.random() < 0.7:  # while there is something to lose
+        late = draws.random() < 0.7 and reference.saved > 0  # while there is something to lose
+        if late:
             first = min(max(first, reference.saved), last)
-        kills.append(Kill(first + part * place * (last - first), kind, which))
+        kills.append(Kill(pace * (first + part * place * (last - first)), kind, which, late))
     return kills
 
 

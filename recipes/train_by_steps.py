@@ -11,8 +11,9 @@
 
 Start your own script from this one. A small GPT learns to predict the next character of a text.
 torchrun starts the ranks (processes; on GPUs: --nproc-per-node=gpu, one for each). After one has
-died, it starts all of them again, at most --max-restarts times. If you stop torchrun by SIGTERM,
-the ranks save after the step that they are in, and leave.
+died, it starts all of them again, at most --max-restarts times (0 by default). If you stop torchrun
+by SIGTERM, the ranks save after the step that they are in, and leave. The same command goes on from
+the snapshot. A kill costs the steps since the last save.
 
     torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
 
@@ -33,7 +34,7 @@ CPU, with as many ranks and cores, this run ends with the sha256 of your first o
         recipes/train_by_steps.py 60 20 --crash-step 30
 
 Replace what is marked "your": data, model, loss, metrics, optimizer, schedule, options. All of that
-stands above the first line "Keep this". Nothing below that line needs a change, so you may leave it
+stands above the line "# ---- Keep this". Nothing below it needs a change, so you may leave it
 unread. To count in epochs, give --epochs. To survive, your script needs:
 
     if it has                   a seed from    from rank 0, to validate   in the snapshot
@@ -42,17 +43,19 @@ unread. To count in epochs, give --epochs. To survive, your script needs:
     dropout                     step, rank     -                          -
     mixup's share (all alike)   step           -                          -
     AdamW, a schedule, fp16     -              -                          a state_dict() of each
-    BatchNorm                   -              its buffers                -
-    EMA                         -              its buffers                state_dict(): n_averaged
+    BatchNorm                   -              its buffers                the model's state_dict()
+    EMA                         -              its buffers                its state_dict()
     best model, early stop      -              -                          best metrics, their step
 
-For the last row, a metric is a sum over all ranks, and a resumed run validates first. Whatever else
-changes in training must be in the snapshot, too, and alike on all ranks, as rank 0's is saved. See
-losses in train: the sum of the loss since the last validation.
+For the last row, add up each metric over all ranks; a resumed run validates first. Whatever else
+changes in training must be in the snapshot, too, as a tensor or a plain number, and alike on all
+ranks, as rank 0's is saved. See losses in train, the sum of the loss since the last validation. (A
+new job has none yet: start.get("queue", first_value), say.)
 
-On GPUs, nobody has compared the bits yet. As far as is known, they need GPUs of the same kind, and
-as many, torch.backends.cudnn.benchmark = False, and torch.use_deterministic_algorithms(True) before
-NCCL starts: that also keeps it from NVLS, whose sums may differ from call to call.
+On GPUs, nobody has compared the bits yet. As far as is known, they need as many GPUs of the same
+kind, and at the beginning of main torch.backends.cudnn.benchmark = False and
+torch.use_deterministic_algorithms(True). (NCCL then does without NVLS, a way to add up whose sums
+may differ from call to call.)
 
 Then kill your own script at random moments: launch/kill_test.py. With --file train_by_steps.pt, it
 compares all that is in the snapshot, the optimizer, too; with --file train_by_steps_best.pt, the
@@ -93,7 +96,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 SEED = 0
-ITEM_SEEDS = 10**9  # the seeds of items begin here: no step has one of them
+ITEM_SEEDS = 10**9  # the seeds of items begin here, far above those of steps
 TIMEOUT = timedelta(minutes=10)  # how long ranks wait: also while one of them saves or compiles
 REPORT_EVERY = 10  # steps
 
@@ -162,21 +165,23 @@ def train(device, args):
     seed_all(SEED)  # every run starts from the same weights
     # (BatchNorm normalizes each rank's share of a micro-batch: see pitfalls/small_batch_norm.py.)
     model = GPT().to(device)  # your model
-    # averaged.module is a model with the average of the weights over the last steps (EMA). It
-    # begins with those after the first step. (To begin with those before: averaged.n_averaged += 1.
-    # With use_buffers=False, buffers are copied, not averaged.)
+    # averaged.module is a model with the average of the weights over the last steps (EMA). The
+    # first step copies the weights into it. (To average the initial ones, too: averaged.n_averaged
+    # += 1. With use_buffers=False, buffers are copied, not averaged.)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY), use_buffers=True)
     optimizer = torch.optim.AdamW(  # your optimizer; groups of parameters as on one GPU
         model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
-    # Your schedule. (With another TOTAL_STEPS than before, the first step after a resume still has
-    # the old rate. OneCycleLR would keep its old total_steps.)
+    # Your schedule. It counts steps: an epoch has epoch_steps. (With another TOTAL_STEPS than
+    # before, the first step after a resume still has the old rate. OneCycleLR, CosineAnnealingLR
+    # and others would keep their old lengths.)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps))
 
     # Go on from the snapshot. All ranks read it: DDP copies weights, but no optimizer's state.
-    # Whatever has a state_dict() belongs to its parts: in fp16, your GradScaler, too.
+    # Whatever has a state_dict() belongs to its parts: in fp16, your GradScaler, too. The model
+    # belongs there before DDP() wraps it: else all its names would begin with "module.".
     parts = {"model": model, "averaged": averaged, "optimizer": optimizer, "scheduler": scheduler}
-    batches = f"{args.batch_size} of {len(train_set)} examples"
+    batches = f"{args.batch_size} of {len(train_set)} examples, seed {SEED}"
     start = load_snapshot(args.snapshot_path, parts, batches)
     step, best = start["step"], start["best"]  # step: how many are done
     # The sum of the loss over the steps since the last validation, and their number:
@@ -190,8 +195,8 @@ def train(device, args):
     settle_reduction_order(model, two_items)
 
     # SIGTERM asks this process to leave: torchrun sends it when you stop it, or when a rank failed,
-    # and kills 30 s later. An epoch could take longer, so the ranks agree on it in every step: over
-    # the CPU (Gloo), beside the work of the GPU.
+    # and kills 30 s later. An epoch could take longer. So in every step, the ranks tell each other
+    # whether one was asked: over the CPU (Gloo), beside the work of the GPU.
     asked_to_leave = leave_on_sigterm()
     flags = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
@@ -223,7 +228,7 @@ def train(device, args):
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=True)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
-        update_average(averaged, model.module)  # the same on all ranks, without an exchange
+        update_average(averaged, model.module)  # alike on all ranks, without an exchange
         scheduler.step()
         optimizer.zero_grad()
 
@@ -246,8 +251,8 @@ def train(device, args):
         if due or leaving or step % args.save_every == 0:
             # Rank 0 alone writes a new file, then moves it over the old one: a crash meanwhile
             # leaves the old one intact. No random state is saved: it follows from the step. A
-            # validation comes after its snapshot: it could take longer than SIGTERM leaves. So best
-            # is that of the validation before, and a run that goes on from here validates first.
+            # validation may take longer than SIGTERM leaves, so it comes after the snapshot. That
+            # has the best of before, and due: a run that goes on from here validates first.
             if rank == 0:
                 states = {name: part.state_dict() for name, part in parts.items()}
                 save({**states, "step": step, "due": due, "best": best,
@@ -294,11 +299,12 @@ def validate_and_decide(step, best, averaged, model, validation_set, args):
 
     Return the metrics of the best with its step, and whether it is time to stop early.
     """
-    # BatchNorm's buffers differ by rank: take those of rank 0, as it has saved them. (Not those of
-    # averaged itself: n_averaged is one, and stays on the CPU.)
+    # BatchNorm's buffers differ by rank: take those of rank 0, as it has saved them. (averaged
+    # itself has one buffer more, the number of updates, which stays on the CPU.)
     for buffer in (*averaged.module.buffers(), *model.module.buffers()):
         dist.broadcast(buffer, src=0)
-    metrics = validate(averaged.module, validation_set)
+    found = validate(averaged.module, validation_set)
+    metrics = {name: float(value) for name, value in found.items()}  # to be loaded again: see save
     # All ranks have the same metrics, so they decide alike: that needs no exchange.
     if is_better(metrics, best):
         best = {**metrics, "step": step}
@@ -314,7 +320,13 @@ def validate_and_decide(step, best, averaged, model, validation_set, args):
 
 
 def load_sets(args):
-    """Your data. Return (training set, validation set, their name): windows of a text."""
+    """Your data. Return (training set, validation set, their name): windows of a text.
+
+    All ranks call this, at once: so download and unpack before you start them, and sort the files
+    that you list. Only the training set should have an augmentation. If that draws from a generator
+    of its own: see seed_all. The loader's workers live through all epochs: what changes in this
+    process later does not reach them.
+    """
     # The texts of all topics of help(), as in help("if"): every Python has them.
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
     characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -357,8 +369,9 @@ class GPT(nn.Module):
 def mean_loss(model, batch, step):
     """Your loss: the mean over the batch of how badly each next character is predicted.
 
-    batch: what the loader makes of your items, a list of tensors. The mean must be over examples.
-    For one over tokens: recipes/unequal_micro_batches.py.
+    batch: what the loader makes of your items, a list of tensors. The mean must be over examples:
+    with class weights, divide the sum by their number. For one over tokens:
+    recipes/unequal_micro_batches.py.
     """
     device = next(model.parameters()).device
     [windows] = [part.to(device, non_blocking=True) for part in batch]  # your data: images, labels
@@ -405,7 +418,10 @@ def update_average(averaged, plain):
 
 
 def warm_up_and_cosine(steps_done, total_steps):
-    """Return the learning rate of the next step, as a part of LEARNING_RATE."""
+    """Return the learning rate of the next step, as a fraction of LEARNING_RATE.
+
+    A plain number: a snapshot with one of NumPy's could not be loaded, see save.
+    """
     if steps_done < WARM_UP_STEPS:
         return (steps_done + 1) / WARM_UP_STEPS
     progress = (steps_done - WARM_UP_STEPS) / max(1, total_steps - WARM_UP_STEPS)
@@ -553,6 +569,9 @@ def save(state, path):
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
+        # What cannot be loaded (a number of NumPy's, say) must not replace what can. mmap: this
+        # reads no tensors.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         if os.path.exists(temporary):
@@ -631,7 +650,7 @@ def lock(path):
 
 
 def check_sets(train_set, validation_set, args):
-    """Return a batch of two for training. Stop if the sets, or the batch size, cannot be used."""
+    """Return a batch of two training examples. Stop if the sets, or the batch size, do not fit."""
     for name, dataset in ("validation", validation_set), ("training", train_set):
         if len(dataset) == 0:
             stop(f"the {name} set is empty", status=1)

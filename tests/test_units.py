@@ -11,6 +11,7 @@ import fcntl
 import multiprocessing
 import os
 import pathlib
+import pickle
 import random
 import re
 import runpy
@@ -303,7 +304,8 @@ def save(script):
         replace(source, target)
 
     with (patch.object(torch, "save", lambda state, file: file.write(state)),  # and flush nothing
-          patch.object(os, "fsync", watched_fsync), patch.object(os, "replace", watched_replace)):
+          patch.object(torch, "load"), patch.object(os, "fsync", watched_fsync),
+          patch.object(os, "replace", watched_replace)):
         script["save"](b"new state", "saved.pt")
     assert events == [("on the disk", 9), ("replaced", "old", "")]
     assert path.read_text() == "new state"
@@ -312,6 +314,9 @@ def save(script):
         status, message = stopped(script["save"], {}, "saved.pt")
     assert status == 1 and "cannot write saved.pt, which stays as it was" in message
     assert path.read_text() == "new state" and os.listdir() == names
+    with pytest.raises(pickle.UnpicklingError):
+        script["save"]({"rate": numpy.cos(1)}, "saved.pt")  # no restart could load this
+    assert path.read_text() == "new state"
 
 
 @check(ALONE, ALL)

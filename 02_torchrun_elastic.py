@@ -307,9 +307,12 @@ def save(state, path):
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
-        # What cannot be loaded (a number of NumPy's, say) must not replace what can. mmap: this
-        # reads no tensors.
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        try:  # What cannot be loaded must not replace what can. mmap: this reads few bytes.
+            torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+            stop(f"{path} stays as it was, since {temporary} could not be loaded: save tensors and"
+                 f" plain types, no numbers of NumPy's ({reason.partition('. ')[0]})", status=1)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         if os.path.exists(temporary):

@@ -186,13 +186,17 @@ def play_round(args, number, folder, reference):
         run = play(args, folder, plan, args.limit or 10 * reference.seconds + 900, args.starts)
         if run.failure:
             return run
+        earlier = run.lines(0, run.kills[0].offset if run.kills else None)
+        if (any(re.search(args.resumed, line) for line in earlier)
+                and not any(re.search(args.resumed, line) for line in reference.lines())):
+            break
         if run.kills:
             if differs := difference(args, reference, run):
                 run.failure = f"not equal: {differs}"
             return run
-        pace = min(pace, run.seconds / reference.seconds)
-    run.failure = ("it ended before the kill, each time. Does it go on from a file at an absolute"
-                   " path, which all rounds share?")
+        pace = min(pace, max(0.25, run.seconds / reference.seconds))
+    run.failure = ("it went on, or ended, before the first kill. Does it go on from a file at an"
+                   " absolute path, which all rounds share?")
     return run
 
 
@@ -203,9 +207,10 @@ def draw_kills(args, draws, reference, part, pace):
     for _ in range(draws.randint(1, args.kills)):
         kind, place, which = draws.choice(kinds), draws.random(), draws.random()
         first, last = reference.seen[kind]
-        late = draws.random() < 0.7 and reference.saved > 0  # while there is something to lose
+        late = draws.random() < 0.7  # while there is something to lose
         if late:
             first = min(max(first, reference.saved), last)
+        late = late and part > 0.5 and 0 < reference.saved < last  # else it may wait in vain
         kills.append(Kill(pace * (first + part * place * (last - first)), kind, which, late))
     return kills
 

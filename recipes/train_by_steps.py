@@ -50,7 +50,7 @@ unread. To count in epochs, give --epochs. To survive, your script needs:
 For the last row, add up each metric over all ranks; a resumed run validates first. Whatever else
 changes in training must be in the snapshot, too, as a tensor or a plain number, and alike on all
 ranks, as rank 0's is saved. See losses in train, the sum of the loss since the last validation. (A
-new job has none yet: start.get("queue", first_value), say.)
+new job has none yet: start.get("queue", first_value).to(device), say.)
 
 On GPUs, nobody has compared the bits yet. As far as is known, they need as many GPUs of the same
 kind, and at the beginning of main torch.backends.cudnn.benchmark = False and
@@ -370,7 +370,7 @@ def mean_loss(model, batch, step):
     """Your loss: the mean over the batch of how badly each next character is predicted.
 
     batch: what the loader makes of your items, a list of tensors. The mean must be over examples:
-    with class weights, divide the sum by their number. For one over tokens:
+    with class weights, divide their sum by the number of examples. For one over tokens:
     recipes/unequal_micro_batches.py.
     """
     device = next(model.parameters()).device
@@ -569,9 +569,12 @@ def save(state, path):
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
-        # What cannot be loaded (a number of NumPy's, say) must not replace what can. mmap: this
-        # reads no tensors.
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        try:  # What cannot be loaded must not replace what can. mmap: this reads few bytes.
+            torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+            stop(f"{path} stays as it was, since {temporary} could not be loaded: save tensors and"
+                 f" plain types, no numbers of NumPy's ({reason.partition('. ')[0]})", status=1)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         if os.path.exists(temporary):

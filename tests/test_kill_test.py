@@ -29,12 +29,13 @@ KILL_TEST = ROOT / "launch/kill_test.py"
 # saves each of 40 steps. The launcher starts both ranks again when one has failed.
 JOB = """
 import hashlib, json, os, subprocess, sys, time
-path, how, sleeper = "state.json", sys.argv[1], None
+how, sleeper = sys.argv[1], None
+path = how if os.path.isabs(how) else "state.json"
 if "RANK" in os.environ:
     if os.environ["RANK"] == "1":  # its worker ends with it, by the pipe
         work = "import sys; print('worker starts'); sys.stdin.read(); print('worker ends')"
         subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE)
-    step, state = json.load(open(path)) if os.path.exists(path) else (0, "")
+    step, state = json.loads(os.environ["STATE"])
     print(f"resumed at step {step}" if step else "starts at step 0")
     time.sleep(600 if how == "hangs" and os.environ["ATTEMPT"] != "0" else 0)
     while step < 40:
@@ -50,7 +51,8 @@ if "RANK" in os.environ:
 if how == "leaves":
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
 for attempt in range(9 if how != "fails" else 1):
-    env = {**os.environ, "ATTEMPT": str(attempt)}
+    state = open(path).read() if os.path.exists(path) else '[0, ""]'  # alike for both ranks
+    env = {**os.environ, "ATTEMPT": str(attempt), "STATE": state}
     ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**env, "RANK": r}) for r in "01"]
     while {None} <= {rank.poll() for rank in ranks} <= {None, 0}:
         time.sleep(0.01)
@@ -112,8 +114,10 @@ def test_a_script_that_survives(tmp_path):
     ("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s"),
     ("leaves", ["--victims", "launcher", "--patience", "2"],
      r"left behind after 2 s: \d+ \(sleep 600 ?\)"),
+    ("/", [], r"it went on, or ended, before the first kill\. Does .* an absolute path, .*"),
 ])  # fmt: skip
 def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
+    how = how.replace("/", f"{tmp_path}/state.json")  # one for all rounds
     result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", 1043, *options, how=how)
     assert result.status == 1, result.output
     assert re.search(rf"\nround 1: {failure}; kills \d", result.output), result.output

@@ -11,7 +11,6 @@ import fcntl
 import multiprocessing
 import os
 import pathlib
-import pickle
 import random
 import re
 import runpy
@@ -314,8 +313,8 @@ def save(script):
         status, message = stopped(script["save"], {}, "saved.pt")
     assert status == 1 and "cannot write saved.pt, which stays as it was" in message
     assert path.read_text() == "new state" and os.listdir() == names
-    with pytest.raises(pickle.UnpicklingError):
-        script["save"]({"rate": numpy.cos(1)}, "saved.pt")  # no restart could load this
+    status, message = stopped(script["save"], {"rate": numpy.cos(1)}, "saved.pt")
+    assert status == 1 and "saved.pt stays as it was" in message and "numpy" in message
     assert path.read_text() == "new state"
 
 

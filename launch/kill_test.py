@@ -159,7 +159,7 @@ def play(args, folder, plan=(), limit=math.inf, starts=1):
                             run.seen.setdefault(kind, [run.seconds, 0])[1] = run.seconds
                         run.saved = run.saved or has_saved(args, folder) * run.seconds
                     elif (waiting and run.seconds >= waiting[0].seconds
-                          and (has_saved(args, folder) or not waiting[0].late)
+                          and (not waiting[0].late or has_saved(args, folder))
                           and strike(args, run, waiting[0], find_victims(mark, process.pid))):
                         run.kills.append(waiting.pop(0))
                     with contextlib.suppress(subprocess.TimeoutExpired):

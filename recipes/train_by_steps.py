@@ -370,7 +370,7 @@ def mean_loss(model, batch, step):
     """Your loss: the mean over the batch of how badly each next character is predicted.
 
     batch: what the loader makes of your items, a list of tensors. The mean must be over examples:
-    with class weights, divide their sum by the number of examples. For one over tokens:
+    with class weights, take the sum, and divide by the number of examples. For a mean over tokens:
     recipes/unequal_micro_batches.py.
     """
     device = next(model.parameters()).device

@@ -45,8 +45,8 @@ together, on the same rows. Their all-reduces carry activations: one for each bl
 backward, but for the first block, whose inputs need no gradient.
 "3D" adds a pipeline. The blocks are dealt out over 4 stages, 2 for each. A batch goes from stage to
 stage in 4 parts (micro-batches), and the gradients of each part come back: this rank sends 8 times.
-A first or a last stage sends half as often: change RANK to see it. Each stage gathers
-its blocks once, and keeps them for the step. (If it freed a block after each forward, it would
+A first or a last stage sends half as often: change RANK to see it. Each stage gathers its blocks
+once, and keeps them for the step. (If it freed a block after each forward, it would
 gather 10 times, not 2: each block for each of 4 micro-batches, and once for backward.)
 
 "root only" is a mistake: fully_shard() for the whole model (the root) alone, and not for its

@@ -50,8 +50,8 @@ received. So autograd skips the exchanges on this rank. The others wait in them 
 (here after 5 s, on the CPU). All ranks must call the layer equally often, in evaluation, too.
 
 DDP(model) overwrites the experts of all ranks by those of rank 0, or raises an error if the ranks
-have unequal numbers of them. So does DDP(torch.compile(model)), in which all names are others:
-compile what DDP() returns.
+have unequal numbers of them. So does DDP(torch.compile(model)), as torch.compile() changes the
+names: compile what DDP() returns.
 
 If you forget the division, AdamW without clipping hides it: its step hardly depends on a factor.
 clip_grad_norm_ knows this rank's experts only: each rank gets another norm, so the copies of the

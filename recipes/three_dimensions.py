@@ -14,7 +14,7 @@
     first = [inputs[rows].contiguous()] if stage.is_first else []
     last = {"target": targets[rows]} if stage.is_last else {}
     optimizer.zero_grad()
-    schedule.step(*first, **last)  # forward and backward of all micro-batches; then add_up_tied()
+    schedule.step(*first, **last)  # forward and backward; tied weights: then add_up_tied()
     square = get_total_norm([p.grad for p in model.parameters()]).full_tensor() ** 2
     dist.all_reduce(square, group=pp.get_group())  # clip_grad_norm_ knows no stages
     clip_grads_with_norm_(model.parameters(), max_norm, square.sqrt())
@@ -432,7 +432,7 @@ class TransformerBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        # (No bias: that of k has a gradient of 0, of which rounding cannot be told apart.)
+        # (No bias: that of k has a gradient of 0, so its relative error would be noise.)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 

@@ -45,6 +45,7 @@ if "RANK" in os.environ:
             with open("new", "w") as file:
                 json.dump([step - (how == "repeats"), state], file)
             os.replace("new", path)
+    time.sleep(os.path.isabs(how))  # a second in which a kill can hit what only goes on
     if os.environ["RANK"] == "0":
         print("the end" if how == "silent" else f"the end, sha256 {state}")
     sys.exit(how == "fails")

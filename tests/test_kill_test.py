@@ -93,12 +93,14 @@ def test_wrong_calls(tmp_path, options, how, error):
 
 
 def test_a_script_that_survives(tmp_path):
-    """Each victim is really killed, as the victims' own lines show."""
+    """Each victim is really killed, as the victims' own lines show.
+
+    On an idle machine this seed draws one of each kind. Where a round ends before its kill, the
+    next draw can choose another kind: so what is counted is compared with what was printed.
+    """
     result = kill_test(tmp_path, "--rounds", 3, "--kills", 1, "--seed", 1043, "--keep")
     assert result.status == 0, result.output
     *_, last, kept = result.output.splitlines()
-    assert last.startswith("3 of 3 rounds ended equal, 2 went on after a kill; ")
-    assert last.endswith("; killed: launcher 1, rank 1, worker 1")
     rounds = re.findall(r"^round \d: equal; kills 1, starts (\d),.*\n +[\d.]+ s  (\w+).* killed"
                         r" after: .*(?:\n {11}(resumed at step \d+))?", result.output, re.MULTILINE)
     for number, (starts, victim, resumed) in enumerate(rounds, 1):
@@ -108,6 +110,10 @@ def test_a_script_that_survives(tmp_path):
         assert killed_worker == (victim == "worker") == (not resumed), text
         assert killed_worker or text.count("resumed at step ") >= 2, text
     assert len(rounds) == 3
+    victims = [victim for _, victim, _ in rounds]
+    killed = ", ".join(f"{kind} {victims.count(kind)}" for kind in sorted(set(victims)))
+    went_on = 3 - victims.count("worker")
+    assert last == f"3 of 3 rounds ended equal, {went_on} went on after a kill; killed: {killed}"
 
 
 @pytest.mark.parametrize(("how", "options", "failure"), [

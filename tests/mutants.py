@@ -134,6 +134,8 @@ def tests_of(scripts, units):
         own += [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
     if {"01", "02", "03", "train_by_steps"} & set(names):
         own.append("tests/test_faults.py")
+    if names[0] != "05":
+        shared.append("tests/test_pretended_gpus.py")
     everywhere = " or ".join(pathlib.Path(path).name for path in shared)
     chosen = f"not ({everywhere}) or {' or '.join(names)}"
     return ["-k", chosen, *dict.fromkeys(shared + ([] if units else own))]

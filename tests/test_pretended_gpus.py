@@ -97,7 +97,7 @@ def test_the_gpus_of_a_benchmark():
             assert find_gpus(least) == found
 
 
-def test_mp_spawn(tmp_path):
+def test_mp_spawn_in_01(tmp_path):
     args = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "data_dir": "data"}
     result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 2, checkpoint_path="c.pt",
                           before=partial(pretend, 2), **args)

@@ -184,6 +184,7 @@ def check_gradients(script):
 
     class InHalf(nn.Linear):
         def forward(self, images):
+            assert not torch.backends.cudnn.enabled  # its TF32 is too coarse to compare
             return super().forward(images).bfloat16()
 
     unused = nn.Linear(4, 3)
@@ -326,6 +327,18 @@ def load_data(script):
     for whole, *parts in (images, train[:][0], test[:][0]), (labels, train[:][1], test[:][1]):
         assert torch.equal(torch.cat(parts), whole)
     assert (len(train), len(test), len(labels.unique())) == (8192, 2048, 10)
+    assert images.float().mean().item() == pytest.approx(125.5, rel=1e-3)  # on each machine
+
+
+@check(ALONE, ALL)
+def batches_of(script):
+    """A set in memory needs no workers. Those of 02 and 03 are their rank's own, in any Python."""
+    pairs = TensorDataset(torch.arange(3), torch.arange(3))
+    assert script["batches_of"](pairs, [[0]]).num_workers == 0
+    workers = script["batches_of"]([*pairs], [[0]])
+    assert workers.num_workers == 2
+    if "exit_with_rank" in script:
+        assert workers.multiprocessing_context.get_start_method() == "fork"
 
 
 @check(ALONE, ALL)

@@ -336,8 +336,9 @@ def batches_of(script):
     pairs = TensorDataset(torch.arange(3), torch.arange(3))
     assert script["batches_of"](pairs, [[0]]).num_workers == 0
     workers = script["batches_of"]([*pairs], [[0]])
-    assert workers.num_workers == 2
-    if "exit_with_rank" in script:
+    assert workers.num_workers == 2 and workers.batch_sampler == [[0]]
+    if end_with_rank := script.get("exit_with_rank"):
+        assert workers.worker_init_fn is end_with_rank
         assert workers.multiprocessing_context.get_start_method() == "fork"
 
 

@@ -308,6 +308,24 @@ def test_the_command_line(monkeypatch, capsys, names):
 BATCH = "--batch-size must be from 4 (an example for each of 2 ranks in each of 2 micro-batches) to"
 
 
+def test_sets_that_do_not_fit_are_named(monkeypatch, capsys, names):
+    """Without workers, in this process. (Items of two sizes: below.)"""
+    check, args = names["check_sets"], argparse.Namespace(batch_size=2, accumulate=1)
+    monkeypatch.setitem(check.__globals__, "WORKERS", 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    a, b = torch.rand(2), torch.rand(3)
+    good = [(a, a, 0), (b[:2], a, 1)]
+    assert torch.equal(check(good, good, args)[0], torch.stack([a, b[:2]]))
+    for wrong, word in (([], "is empty"), ([a, a], "a batch is Tensor"),
+                        ([(a, "seven")], "['Tensor'"), ([()], "a batch is list"),
+                        ([(object(), 1)], "found <class 'object'>")):
+        for name, sets in (("training", (wrong, good)), ("validation", (good, wrong))):
+            with pytest.raises(SystemExit) as end:
+                check(*sets, args)
+            message = capsys.readouterr().err
+            assert end.value.code == 1 and f"the {name} set " in message and word in message
+
+
 @pytest.mark.parametrize(("option", "value", "message"), [
     ("--batch-size", 3, BATCH),
     ("--batch-size", 10**6, BATCH),
@@ -317,6 +335,14 @@ def test_wrong_calls_end_in_one_line(tmp_path, option, value, message):
     result = train(tmp_path / "run", option, value, status=2)
     assert message in result.error() and "Traceback" not in result.output
     assert files(tmp_path / "run") == []
+
+
+def test_items_of_two_sizes_end_in_one_line(tmp_path):
+    sets = "sets = TensorDataset(windows[:-VALIDATION]), TensorDataset(windows[-VALIDATION:])"
+    two_sizes = {sets: "sets = [[(windows[0],), (windows[0, 1:],)]] * 2"}
+    result = train(tmp_path / "run", changes=two_sizes, status=1, world_size=1)
+    assert "the validation set " in result.error() and "they differ in size" in result.error()
+    assert "Traceback" not in result.output
 
 
 def test_a_full_disk_keeps_the_last_snapshot(tmp_path, whole):

@@ -33,8 +33,9 @@ def test_kills_at_every_moment_lose_nothing(mnist_dir, plan):
 
 def orphan(first_call, pipe):
     """A rank that is killed in the first moments of its worker, which then calls what is given."""
+    rank = os.getpid()  # a worker that asked for its parent could be an orphan by then
+
     def worker():
-        rank = os.getppid()
         wait_until(lambda: os.getppid() != rank, "the rank ends")
         pipe.send(os.getpid())
         first_call(0)

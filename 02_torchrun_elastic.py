@@ -23,7 +23,7 @@ and starts all again, at most --max-restarts times (by default, never):
 
 Delete snapshot.pt again, and leave out --crash-epoch 3: the sha256 is the same (on a CPU, with the
 same number of ranks and cores; on GPUs, weights may differ by rounding). A crash costs what was
-done since the last snapshot. If your epochs are long, take recipes/train_by_steps.py for your own
+done since the last snapshot. If your epochs are long, take template/one_machine.py for your own
 job. For a new experiment, delete snapshot.pt: it also holds the old learning rate.
 New here: what torchrun tells a process (main), a snapshot to go on from (train, resume), the same
 result to the last bit (settle_buckets). The rest is as in 01_single_node_multi_gpu.py, but for

@@ -23,7 +23,7 @@ each rank, and sends gradients while the backward pass still computes.
 
 New here: collectives (calls that all ranks must make, or the others wait), point to point,
 async_op, groups. Read 02 before this; skip what is below the first divider ("# ----"). Now
-write it yourself: exercises/README.md. Next: recipes/train_by_steps.py, for your own job.
+write it yourself: exercises/README.md. Next: template/README.md, for your own job.
 """
 
 import argparse

@@ -84,7 +84,7 @@ def save_record_at_sigterm(folder):
     A handler of signal.signal() would wait until the main thread is back in Python. set_wakeup_fd()
     tells a thread at once. (To block the signal, for sigwait() in a thread, is not enough: threads
     that numpy has started do not block it, and the process can die.) A process has one wakeup fd.
-    If other code sets it, too, as train_by_steps.py does, the later call disables the earlier one.
+    If other code sets it, too (as template/ does), the later call disables the earlier one.
     """
     here, there = socket.socketpair()
     there.setblocking(False)

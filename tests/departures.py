@@ -2,11 +2,11 @@
 
     python tests/departures.py --rounds 20
 
-Each round is a job of 03_multinode.py on three machines of launch/lab, with one file system for all
-or with a disk each; any of them hosts the rendezvous. A machine is told to end (SIGTERM), killed,
-loses its worker, is cut off for a while, or comes back. When the host of the rendezvous goes, the
-others end, and some of them start again. What rank 0 prints is then held against what each machine
-must have on its disk:
+Each round is a job of template/several_machines.py on three machines of launch/lab, with one file
+system for all or with a disk each; any of them hosts the rendezvous. A machine is told to end
+(SIGTERM), killed, loses its worker, is cut off for a while, or comes back. When the host of the
+rendezvous goes, the others end, and some of them start again. What rank 0 prints is then held
+against what each machine must have on its disk:
 - an attempt begins with the newest position (epoch, images) that any of its machines has;
 - epochs follow each other, none twice and none left out, but for those since the last save;
 - the job goes on after each event, and in the end all disks hold the same snapshot.
@@ -61,7 +61,7 @@ class Round:
             f"--rdzv-id={self.starts}", "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.host}:{29600 + self.starts}",
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-            ROOT / "03_multinode.py", 10_000, 3, "--batch-size", 24, "--timeout", 15,
+            ROOT / "template/several_machines.py", 10_000, 3, "--batch-size", 24, "--timeout", 15,
             "--data-dir", self.data, "--snapshot-path", self.path(node))  # fmt: skip
         self.jobs.append(self.running[node])
 
@@ -89,7 +89,7 @@ class Round:
             self.start(node)
         elif kind == "worker":
             processes = family(self.running[node].process)
-            worker = next(pid for pid, line in processes.items() if "03_multinode.py" in line)
+            worker = next(pid for pid, line in processes.items() if "several_machines.py" in line)
             os.kill(worker, signal.SIGKILL)
         elif kind == "cut":  # the others go on without it, and it comes back by itself
             self.lab("cut", node)

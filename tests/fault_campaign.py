@@ -2,7 +2,7 @@
 
     python tests/fault_campaign.py --rounds 100
 
-A round has a script (02, 03, or "steps": recipes/train_by_steps.py), a number of ranks, a victim (a
+A round has a script (02, 03, or "steps": template/one_machine.py), a number of ranks, a victim (a
 rank, the launcher torchrun, or the whole job), a moment and a signal. First come the rounds of
 DESIGN, in which each of them occurs, then so many that are drawn at random; the seed of the draw is
 printed. The job runs under torchrun with --max-restarts=3, and is started again if torchrun itself
@@ -44,8 +44,8 @@ from support import (
 
 SCRIPTS = {
     "02": "02_torchrun_elastic.py",
-    "03": "03_multinode.py",
-    "steps": "recipes/train_by_steps.py",
+    "03": "template/several_machines.py",
+    "steps": "template/one_machine.py",
 }
 LENGTHS = {"02": (4, 2), "03": (4, 2), "steps": (24, 8)}  # epochs, or steps; saved after so many
 

@@ -18,8 +18,8 @@ from lab import Lab
 from snapshots import BAD_SNAPSHOTS
 from support import PYTHON, ROOT, TORCHRUN, family, fork, fork_ranks, listening, run, wait_until
 
-ONE, SCRIPT, MULTINODE = (
-    "01_single_node_multi_gpu.py", "02_torchrun_elastic.py", "03_multinode.py")  # fmt: skip
+ONE, SCRIPT = "01_single_node_multi_gpu.py", "02_torchrun_elastic.py"
+MULTINODE = "template/several_machines.py"
 FORK = multiprocessing.get_context("fork")
 
 # ---- Killed anywhere (python tests/fault_campaign.py --rounds 100 for more) ----
@@ -117,7 +117,7 @@ def test_a_bad_snapshot_is_refused_or_does_no_harm(tmp_path, monkeypatch, capsys
 # ---- A wait in vain ----
 
 
-@pytest.mark.parametrize("script", [MULTINODE, "recipes/train_by_steps.py"])
+@pytest.mark.parametrize("script", [MULTINODE, "template/one_machine.py"])
 def test_a_rank_that_waits_for_a_dead_one_leaves_by_itself(tmp_path, script):
     """SIGTERM comes while the main thread waits in torch's C++, where no handler of Python runs."""
     (tmp_path / "wait.py").write_text("""
@@ -152,7 +152,7 @@ store.wait(["never"], timedelta(seconds=50))
 @pytest.mark.parametrize(("script", "lock"), [
     (SCRIPT, "snapshot.pt.lock"),
     (MULTINODE, f"snapshot.pt.{socket.gethostname()}.lock"),
-    ("recipes/train_by_steps.py", "snapshot.pt.lock"),
+    ("template/one_machine.py", "snapshot.pt.lock"),
 ])
 def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path, script, lock):
     with open(tmp_path / lock, "w") as file:  # the first one's

@@ -15,14 +15,11 @@ import torch
 from support import PYTHON, ROOT, fork, fork_ranks, pretended, run, variant, wait_before_forks
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
-# What a recipe leaves in the reader's folder because its docstring says so.
-LEFT = {"train_by_steps": {"train_by_steps.pt", "train_by_steps.pt.lock", "train_by_steps_best.pt"}}
-# They take long. In plain pytest, their answers are tested, pasted into a script; and
-# train_by_steps has tests of its own.
+# They take long. In plain pytest, their answers are tested, pasted into a script.
 SLOW = {"checkpoint_activations", "checkpoint_any_world_size", "dry_run_1024_ranks",
         "evaluate_with_shards", "expert_parallel", "go_on_without", "leave_in_time", "randomness",
         "send_fewer_bytes", "shard_inside_machines", "shard_with_fsdp2", "tensor_parallel",
-        "three_dimensions", "train_by_steps"}
+        "three_dimensions"}
 
 
 def docstring(name):
@@ -53,7 +50,7 @@ def like(shown, printed, name):
     lines = [re.sub(r"\b[0-9a-f]{12}\b|[\d.]+ (s\b|examples/s)", "#", line)  # checksums and times
              for line in (shown, printed)]
     text, other = (re.sub(rf"{NUMBER}| +", " ", line).split() for line in lines)
-    if name in ("train_by_steps", "leave_in_time"):  # other data elsewhere; a matter of time
+    if name == "leave_in_time":  # a matter of time
         return text == other
     return text == other and all(
         one == other if one.isdigit() else float(other) == pytest.approx(float(one), 0.02, 2e-5)
@@ -75,8 +72,7 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
     for line in shown_output(name):
         assert any(like(line, printed, name) for printed in lines), (line, result.output)
     assert not [line for line in lines if len(line) > 100 or "Warning" in line]
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == LEFT.get(name, set()), "files left in the reader's folder"
+    assert not [*tmp_path.iterdir()], "files left in the reader's folder"
 
 
 @pytest.mark.long

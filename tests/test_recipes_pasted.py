@@ -457,33 +457,6 @@ check(gradient(model), flat(expected[name].grad for name, _ in model.named_param
 held = sum(gathered(sum(p.to_local().nbytes for p in model.parameters())))
 assert held < 1.05 * weights(plain).nbytes, f"{held} bytes on all ranks"
 
-# train_by_steps
-dataset, batch_size, batches, seen, ends = [*range(24)], 6, "6 of 24", [], []
-def your_step():
-    mask = (dropout(torch.ones(200)) > 0).tolist()
-    seen.append(({*map(tuple, gathered(mask))}, sorted(sum(gathered(batch.tolist()), []))))
-    mse_loss(model(all_inputs[batch]), all_targets[batch]).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-for path, total_steps in (("whole", 6), ("killed", 5), ("killed", 6)):
-    path, model = f"{path}{world_size}.pt", nn.Sequential(nn.Dropout(), Model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    PASTE
-    ends.append(weights(model))
-    dist.barrier()
-assert torch.equal(ends[0], ends[2]), "resumed, it ends with other weights"
-assert seen[6:] == seen[:6], "5 steps and 1 more are not those 6"
-masks, items = zip(*seen[:6])
-assert len(set().union(*masks)) == 6 * world_size, "equal masks"
-assert sorted(sum(items[:4], [])) == list(range(24)), f"items twice, or never: {items}"
-alone = loader_of(SeededItems(dataset), GlobalBatches(range(6), 24, 6, 0, 1))  # on one rank
-assert [*items] == [sorted(batch.tolist()) for batch in alone], "other items"
-
 # unequal_micro_batches
 plain, batches = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10)), []
 model = DDP(copy.deepcopy(plain))

@@ -16,10 +16,11 @@ from support import ACTIVE, ROOT, run
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
+TEMPLATE = sorted(ROOT.glob("template/*.py"))
 OTHERS = [ROOT / path for path in (
     "docs/pictures/draw.py", "tests/fault_campaign.py", "launch/check_machines.py",
     "launch/kill_test.py", "benchmarks/parts/plot.py", "benchmarks/parts/smallest_ddp.py")]
-OTHERS += sorted(ROOT.glob("benchmarks/*.py"))
+OTHERS += [*sorted(ROOT.glob("benchmarks/*.py")), *TEMPLATE]
 # Each script tells its own story there.
 OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}
 
@@ -66,7 +67,7 @@ PROOFS = {
     "06_model_parallel_ddp.py": "2 replicas of the model are identical, sha256 .+",
 }
 PROOFS |= {f"pitfalls/{path.name}": "symptom: .+" for path in PITFALLS}
-PROOFS |= {f"recipes/{path.name}": last_shown(path) for path in RECIPES}
+PROOFS |= {f"recipes/{path.name}": last_shown(path) for path in [*RECIPES, *TEMPLATE]}
 MAIN_JOB = ("torchrun --standalone --nproc-per-node=2 --max-restarts=3"
             " 02_torchrun_elastic.py 6 1 --crash-epoch 3")
 
@@ -107,7 +108,7 @@ def run_command(command, folder):
     """Run a command as shown, in a folder with copies of the scripts, as a reader's shell does."""
     for path in [*SCRIPTS, ROOT / "download_mnist.py"]:
         shutil.copy(path, folder)
-    for name in ("pitfalls", "recipes"):
+    for name in ("pitfalls", "recipes", "template"):
         shutil.copytree(ROOT / name, folder / name)
     return run(*shlex.split(command), cwd=folder, env=ACTIVE, timeout=1200)
 

@@ -133,7 +133,7 @@ def slurm(tmp_path):
 
 @pytest.mark.long
 def test_a_job_requeued_within_an_epoch_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, slurm):
-    shutil.copy(ROOT / "03_multinode.py", tmp_path)
+    shutil.copytree(ROOT / "template", tmp_path / "template")
     log = tmp_path / "multinode-1.log"
     arguments = (2, 2, "--batch-size", 8)  # small steps, so that an epoch takes some seconds
     submitted = slurm("sbatch", ROOT / "launch/slurm.sbatch", *arguments, PROCESSES=2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import ROOT, fork_ranks, fork_workers, load, tensors, variant
 
-ONE, TEMPLATE = "01_single_node_multi_gpu.py", "recipes/train_by_steps.py"
+ONE, TEMPLATE = "01_single_node_multi_gpu.py", "template/one_machine.py"
 
 TRAIN, TEST, BATCH, STEPS = 41, 7, 12, 3  # neither set can be shared equally
 SIX_STEPS = (2 * STEPS, 2)  # of the template: two epochs, a validation after every second step
@@ -219,7 +219,7 @@ def test_01(tmp_path):
     ("02_torchrun_elastic.py", 2, ["step 6 of rank 1"]),
     pytest.param("02_torchrun_elastic.py", 3, ["step 5 of rank 0", "worker 3 of rank 2"],
                  marks=pytest.mark.long),
-    pytest.param("03_multinode.py", 2, ["worker 9 of rank 0", "step 3 of rank 1"],
+    pytest.param("template/several_machines.py", 2, ["worker 9 of rank 0", "step 3 of rank 1"],
                  marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, whole, script, world_size, plan):

@@ -1,7 +1,7 @@
-"""recipes/train_by_steps.py: killed anywhere, it ends with the bits of an uninterrupted run.
+"""template/one_machine.py: killed anywhere, it ends with the bits of an uninterrupted run.
 
 More of it: test_swap.py (with another model and other data), test_faults.py (killed at other
-moments, a second job), test_kill_test.py, test_recipes.py (what it prints).
+moments, a second job), test_kill_test.py, test_repository.py (what it prints).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from snapshots import flipped_byte, pickle_in_an_archive
 from support import ROOT, digest, files, fork_ranks, limit_file_size, load, tensors, variant
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-SCRIPT = "recipes/train_by_steps.py"
+SCRIPT = "template/one_machine.py"
 # 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
 SMALL = ("--batch-size", 13)
 NO_WORKERS = {"WORKERS = 2": "WORKERS = 0"}  # quicker
@@ -297,7 +297,7 @@ def test_the_command_line(monkeypatch, capsys, names):
     say()
     assert names["parse_args"]() == argparse.Namespace(
         total_steps=60, save_every=20, epochs=None, patience=None, batch_size=32, accumulate=2,
-        snapshot_path="train_by_steps.pt", crash_step=None)  # fmt: skip
+        snapshot_path="one_machine.pt", crash_step=None)  # fmt: skip
     say(ranks_here="1")
     assert "this script is for one machine" in refusal(capsys, 2, names["parse_args"])
     say("-3", "0", "--accumulate", "0", "--epochs", "0", "--patience", "-1")

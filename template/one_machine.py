@@ -1,13 +1,4 @@
-"""How do I write a training script that survives being killed at any step?
-
-    steps = range(load_snapshot(path, parts, batches)["step"], total_steps)  # over all epochs
-    shares = GlobalBatches(steps, len(dataset), batch_size, rank, world_size)
-    for step, batch in zip(steps, loader_of(SeededItems(dataset), shares)):
-        seed_all(SEED + step * world_size + rank)  # dropout: other masks in every step
-        ...  # forward, backward, optimizer.step(), scheduler.step()
-        if rank == 0:  # after some of the steps
-            states = {name: part.state_dict() for name, part in parts.items()}
-            save({**states, "step": step + 1, "batches": batches}, path)
+"""A training script for one machine that survives being killed at any step.
 
 Start your own script from this one. A small GPT learns to predict the next character of a text.
 torchrun starts the ranks (processes; on GPUs: --nproc-per-node=gpu, one for each). After one has
@@ -15,23 +6,23 @@ died, it starts all of them again, at most --max-restarts times (0 by default). 
 by SIGTERM, the ranks save after the step that they are in, and leave. The same command goes on from
 the snapshot. A kill costs the steps since the last save.
 
-    torchrun --standalone --nproc-per-node=2 recipes/train_by_steps.py
+    torchrun --standalone --nproc-per-node=2 template/one_machine.py
 
     [rank 0/2] data: 14432 + 100 windows of 32 characters, Python's help; 451 steps an epoch
     [rank 0/2] batch size 32: 2 ranks x 2 micro-batches
     [rank 0/2] step   10/60 | loss 3.1046 | rate 1.00e-02 | norm  0.38 |   440 examples/s
     ...
     [rank 0/2] step   60/60 | training loss 2.7787, mean of 20 steps
-    [rank 0/2] step   60/60 | saved in train_by_steps.pt
+    [rank 0/2] step   60/60 | saved in one_machine.pt
     [rank 0/2] step   60/60 | validation loss 2.7540 | best after step 60
     [rank 0/2] 2 replicas are identical, sha256 f1bec32bdac8
 
 Your figures will differ: each version of Python has another help text (this is that of 3.11.7), and
-CPUs round differently. Now delete train_by_steps.pt, and let a rank kill itself in step 30. On a
+CPUs round differently. Now delete one_machine.pt, and let a rank kill itself in step 30. On a
 CPU, with as many ranks and cores, this run ends with the sha256 of your first one:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
-        recipes/train_by_steps.py 60 20 --crash-step 30
+        template/one_machine.py 60 20 --crash-step 30
 
 Replace what is marked "your": data, model, loss, metrics, optimizer, schedule, options. All of that
 stands above the line "# ---- Keep this". Nothing below it needs a change, so you may leave it
@@ -57,8 +48,8 @@ kind, and at the beginning of main torch.backends.cudnn.benchmark = False and
 torch.use_deterministic_algorithms(True). (NCCL then does without NVLS, a way to add up whose sums
 may differ from call to call.)
 
-Then kill your own script at random moments: launch/kill_test.py. With --file train_by_steps.pt, it
-compares all that is in the snapshot, the optimizer, too; with --file train_by_steps_best.pt, the
+Then kill your own script at random moments: launch/kill_test.py. With --file one_machine.pt, it
+compares all that is in the snapshot, the optimizer, too; with --file one_machine_best.pt, the
 best model and its metrics.
 """
 
@@ -439,7 +430,7 @@ def parse_args():
     parser.add_argument("--patience", type=int, help="validations without a better loss; then stop")
     parser.add_argument("--batch-size", type=int, default=32, help="examples per step, all ranks")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches on each rank")
-    parser.add_argument("--snapshot-path", default="train_by_steps.pt")
+    parser.add_argument("--snapshot-path", default="one_machine.pt")
     parser.add_argument("--crash-step", type=int, help="kill the last rank there, on attempt 0")
     args = parser.parse_args()
     counts = {"TOTAL_STEPS": args.total_steps, "SAVE_EVERY": args.save_every,

@@ -1,4 +1,4 @@
-"""03 on two machines ends with the bits of one: whichever has the newest snapshot, whoever leaves.
+"""The template on two machines ends with the bits of one: whoever leaves, whatever snapshot counts.
 
 Processes play the machines. test_lab.py runs it on machines that are apart.
 """
@@ -32,7 +32,7 @@ from support import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-SCRIPT = "03_multinode.py"
+SCRIPT = "template/several_machines.py"
 
 
 def own_disk():
@@ -246,7 +246,7 @@ def test_bad_calls_end_in_one_line(tmp_path, mnist_dir, name):
 def test_bad_starts_end_in_one_line(tmp_path):
     nowhere = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.invalid", "MASTER_PORT": "1"}
     for result, status, message in (
-        (fork(SCRIPT, cwd=tmp_path), 2, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
+        (fork(SCRIPT, cwd=tmp_path), 2, "torchrun .*/several_machines.py 5 1$"),
         (train(tmp_path, before=(pretend_one_gpu,), nodes=1), 2,
          "each process needs a GPU, and there are 1: use --nproc-per-node=1"),
         (fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=nowhere), 1,

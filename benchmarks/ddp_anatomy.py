@@ -25,6 +25,7 @@ from parts.common import (
     parser,
     process_group,
     run_ranks,
+    share_cores,
     spread,
 )
 from torch import nn
@@ -83,7 +84,7 @@ def resident(device):
 def new_net(rank, world_size, layers, width, batch_size):
     """Return (layers of Linear and GELU, a batch of this rank, the backend)."""
     device, backend = SCRIPT.pick_device(rank)
-    SCRIPT.share_cores(world_size)
+    share_cores(world_size)
     torch.manual_seed(0)
     stack = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*stack).to(device), torch.randn(batch_size, width, device=device), backend

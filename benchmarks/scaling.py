@@ -7,7 +7,7 @@ ranks, and no more than there are cores or GPUs: 4 ranks on 2 cores can be twice
 
 per rank    the batch of each rank is fixed: more ranks, larger steps (weak scaling)
 in all      the batch of a step is fixed: more ranks, smaller shares (strong scaling), as 02 does
-usual       per rank, but without the scheduling as a batch job that 02's share_cores asks for:
+usual       per rank, but without the scheduling as a batch job that 02 asks for:
             a step, and an all-reduce
 strangers   as many single processes side by side, without DDP: what the machine itself allows
 all cores   one rank with a thread on each core: the other way to use a CPU
@@ -32,6 +32,7 @@ from parts.common import (
     process_group,
     run_ranks,
     seconds,
+    share_cores,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
@@ -77,7 +78,7 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
         def take_turn():
             turn, result = next(turns), 0.0
             if rank < world_size:  # the others sit it out
-                SCRIPT.share_cores(1)
+                share_cores(1)
                 torch.set_num_threads(threads)
                 if not batch and hasattr(os, "SCHED_OTHER"):  # Gloo's threads will inherit it
                     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

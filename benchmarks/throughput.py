@@ -34,11 +34,12 @@ from parts.common import (
     process_group,
     run_ranks,
     seconds,
+    share_cores,
     spread,
 )
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 SCRIPT = load_script("02_torchrun_elastic.py")
 
@@ -68,7 +69,7 @@ def new_model(device, ddp=True, variant=None):
 def loader_of_02(train_set, share):
     """The loader of 02."""
     sampler = DistributedSampler(train_set, drop_last=True)
-    return SCRIPT.batches_of(train_set, BatchSampler(sampler, share, drop_last=True))
+    return SCRIPT.fast_loader(train_set, sampler, share, drop_last=True)
 
 
 def customary_loader(folder, share, workers, device):
@@ -133,7 +134,7 @@ def limit_epochs(batches, device):
 def measure(rank, world_size, store, folder, images, batch_sizes, workers, variants, rounds):
     """Return {batch size: {side: [images/s of each round]}}; on one rank, also without DDP."""
     device, backend = SCRIPT.pick_device(rank)
-    SCRIPT.share_cores(world_size)
+    share_cores(world_size)
     # Made here, as 02 does, and not sent. It leaves the C library with room that it keeps: without
     # that, memory went back to the system in each step, and steps of 512 took twice as long.
     train_set = TensorDataset(*SCRIPT.generate_data(images))

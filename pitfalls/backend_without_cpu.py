@@ -55,7 +55,6 @@ def main(cure):
 def log(message, every_rank=False):
     """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
-        # The newline inside the text makes it one write: the lines of two ranks stay apart.
         print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
 
 

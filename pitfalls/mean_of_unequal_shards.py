@@ -42,7 +42,7 @@ def fixed(model, samples):
 
 def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    off = compare_gradients(fixed if cure else broken)
+    off = show_gradients(fixed if cure else broken)
     if not (off < 1e-5 if cure else off > 0.1):
         raise RuntimeError(f"gradient off by {off:.1e}")
     log(f"{'cured' if cure else 'symptom'}: gradient {off:.1e} of its length off one process's")
@@ -50,7 +50,7 @@ def main(cure):
     dist.destroy_process_group()
 
 
-def compare_gradients(backward):
+def show_gradients(backward):
     """Return how far the gradient is off that of one process, relative to its length."""
     torch.manual_seed(0)  # the same samples and weights on both ranks
     samples, model = torch.randn(10, 20), torch.nn.Linear(20, 1)
@@ -64,7 +64,6 @@ def compare_gradients(backward):
 def log(message, every_rank=False):
     """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
-        # The newline inside the text makes it one write: the lines of two ranks stay apart.
         print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
 
 

@@ -20,7 +20,7 @@ import torch
 
 
 def broken(last_epoch, path):
-    model, optimizer, snapshot = load(path)
+    model, optimizer, snapshot = new_or_saved(path)
     epochs = range(snapshot.get("epoch", 1), last_epoch + 1)
     for epoch in epochs:
         train_a_step(model, optimizer, epoch)
@@ -30,7 +30,7 @@ def broken(last_epoch, path):
 
 
 def fixed(last_epoch, path):
-    model, optimizer, snapshot = load(path)
+    model, optimizer, snapshot = new_or_saved(path)
     epochs = range(snapshot.get("next_epoch", 1), last_epoch + 1)
     for epoch in epochs:
         train_a_step(model, optimizer, epoch)
@@ -55,7 +55,7 @@ def main(cure):
           f" the weights are off by {difference:.2g}")
 
 
-def load(path):
+def new_or_saved(path):
     """Return a new model and its optimizer, and the snapshot at path, if there is one."""
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 1)

@@ -15,6 +15,8 @@ import signal
 import sys
 import time
 
+LOADING = "load", "resume", "load_snapshot"  # whichever the script has
+
 
 def place_of(moment, script):
     """(owner, name) of the function that is called at that moment."""
@@ -22,7 +24,7 @@ def place_of(moment, script):
 
     return {
         "rank starts": (script, "pick_device"),
-        "resuming": (script, "resume" if hasattr(script, "resume") else "load_snapshot"),
+        "resuming": (script, next(name for name in LOADING if hasattr(script, name))),
         "step": (torch.optim.Optimizer, "zero_grad"),
         "evaluation": (getattr(script, "Net", None) or script.GPT, "forward"),
         "writing": (torch, "save"),

@@ -68,7 +68,8 @@ def fork_ranks(
                 "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
-                "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "3",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             }
             for rank in range(world_size)
         ]  # fmt: skip

@@ -23,7 +23,7 @@ DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
                               *ROOT.glob("docs/*.md")} - {README})]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
 KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
-             " --nproc-per-node=2 --max-restarts=3 02_torchrun_elastic.py 6 1")
+             " --nproc-per-node=2 --max-restarts=3 template/one_machine.py")
 EXERCISE = "python exercises/03_average_gradients.py, with a sum, and with --solution"
 FOLDER = ROOT / "docs/transcripts"
 PICTURES = ROOT / "docs/pictures"

@@ -45,12 +45,10 @@ def orphan(first_call, pipe):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("script", "name"), [
-    (SCRIPT, "exit_with_rank"), (MULTINODE, "ignore_sigterm")])
-def test_a_worker_does_not_outlive_its_rank(script, name):
+def test_a_worker_does_not_outlive_its_rank():
     """Nor when the rank is killed before PyTorch's own worker has looked for it."""
     ours, its = FORK.Pipe()
-    call = runpy.run_path(str(ROOT / script))[name]
+    call = runpy.run_path(str(ROOT / MULTINODE))["ignore_sigterm"]
     rank = FORK.Process(target=orphan, args=(call, its))
     rank.start()
     its.close()
@@ -66,11 +64,10 @@ def test_a_worker_does_not_outlive_its_rank(script, name):
 # ---- Bad disks ----
 
 
-@pytest.mark.parametrize("name", [SCRIPT, MULTINODE])
-def test_a_bad_snapshot_is_refused_or_does_no_harm(tmp_path, monkeypatch, capsys, name):
+def test_a_bad_snapshot_is_refused_or_does_no_harm(tmp_path, monkeypatch, capsys):
     """Cut at any length, it is refused. A flipped byte may lie where nothing is held (padding)."""
     monkeypatch.chdir(tmp_path)
-    script, path = runpy.run_path(str(ROOT / name)), tmp_path / "snapshot.pt"
+    script, path = runpy.run_path(str(ROOT / MULTINODE)), tmp_path / "snapshot.pt"
 
     def parts(seed):
         torch.manual_seed(seed)
@@ -150,7 +147,6 @@ store.wait(["never"], timedelta(seconds=50))
 
 
 @pytest.mark.parametrize(("script", "lock"), [
-    (SCRIPT, "snapshot.pt.lock"),
     (MULTINODE, f"snapshot.pt.{socket.gethostname()}.lock"),
     ("template/one_machine.py", "snapshot.pt.lock"),
 ])

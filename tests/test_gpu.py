@@ -77,21 +77,23 @@ def speeds(result):
 
 
 def pid_of_rank_1(output):
-    return int(re.search(r"\[rank 1/\d+\] attempt 0, pid (\d+)", output)[1])
+    return int(re.search(r"rank 1 is process (\d+)", output)[1])
 
 
-def assert_each_rank_has_its_gpu(result, gpus, said):
-    """And no line warns. (That of torchrun about OMP_NUM_THREADS has no such word.)"""
+# Printed by each rank at its start, for pid_of_rank_1.
+STEPS = "    train(device, args)  # steps"
+WHO = {STEPS: '    print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)\n' + STEPS}
+
+
+def assert_clean(result):
+    """No line warns. (That of torchrun about OMP_NUM_THREADS has no such word.)"""
     assert result.status == 0, result.output
-    for rank in range(gpus["gpus"]):
-        [line] = [line for line in result.lines(rank) if said in line]
-        assert line.endswith(f", cuda:{rank}, nccl")
     assert not re.search("Warning|deprecated", result.output), result.output
 
 
 def test_the_bare_command(torchrun, gpus, figures):
     result = torchrun(ELASTIC, 50, 10)
-    assert_each_rank_has_its_gpu(result, gpus, "attempt 0, pid ")
+    assert_clean(result)
     assert result.epochs()[50][1] > 0.97 and result.saved() == [10, 20, 30, 40, 50]
     figures["02, 50 10: images/s, median of the epochs"] = statistics.median(speeds(result))
 
@@ -112,8 +114,8 @@ def test_crash_and_resume(torchrun, tmp_path, figures):
 
 def test_mp_spawn(tmp_path, gpus, figures):
     result = run(PYTHON, ROOT / ONE, 3, 1, cwd=tmp_path, env=SEES_GPUS, timeout=300)
-    assert_each_rank_has_its_gpu(result, gpus, "pid ")
-    proof = re.search(r"DDP leaves on each rank: (\S+)$", result.output, re.MULTILINE)
+    assert_clean(result)
+    proof = re.search(r"leaves on each rank: .* by (\S+)$", result.output, re.MULTILINE)
     figures["01: gradient off by"] = float(proof[1])
     assert float(proof[1]) < 1e-5 and result.epochs()[3][1] > 0.95
 
@@ -122,14 +124,14 @@ def test_more_processes_than_gpus_are_refused(torchrun, gpus):
     """As GPUs are counted for real. (Each script, with GPUs that are pretended: its own tests.)"""
     result = torchrun(ELASTIC, processes=gpus["gpus"] + 1)
     assert result.status == 1 and "Traceback (most recent call last)" not in result.output
-    assert "CUDA_VISIBLE_DEVICES= in front" in result.error()
+    assert "each process needs a GPU: start fewer" in result.output
 
 
 def test_03_resumes(torchrun):
     assert torchrun(MULTINODE, 2, 1).status == 0
     result = torchrun(MULTINODE, 4, 1)
     assert result.status == 0 and list(result.epochs()) == [3, 4], result.output
-    assert re.search(r"resumed from snapshot.pt of \S+ at epoch 3", result.output)
+    assert "resumed from snapshot.pt at epoch 3" in result.output
 
 
 def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path, started):
@@ -139,7 +141,7 @@ def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path, started):
         return int(run(PYTHON, "-c", code, cwd=tmp_path, env=SEES_GPUS).output.split()[-1])
 
     limit = memory_in_use() + 50 * 2**20  # of what the driver itself keeps
-    process = started(ELASTIC, 1000, 1000)
+    process = started("template/several_machines.py", 1000, 1000)
     read_until(process, "epoch  2/1000")
     process.kill()
     wait_until(lambda: not family(process), "workers live on", timeout=30)
@@ -195,19 +197,19 @@ def test_both_backends(two_gpus, torchrun, gpus, backend, figures):
 
 def test_a_rank_that_stops(two_gpus, tmp_path, started, figures):
     """What the others print, and how long it takes, is written down: it differs by version."""
-    script = variant(tmp_path, ELASTIC, {"timedelta(minutes=10)": "timedelta(seconds=20)"})
+    script = variant(tmp_path, MULTINODE, WHO | {"default=600": "default=20"})
     process = started(script, 1000, 1000)
     output = read_until(process, "epoch  2/1000")
     os.kill(pid_of_rank_1(output), signal.SIGSTOP)
     begin = time.monotonic()
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0 and not family(process)
-    figures["02, a rank stops: seconds to the end, timeout 20 s"] = time.monotonic() - begin
-    figures["02, a rank stops: what is printed"] = output.splitlines()[:60]
+    figures["03, a rank stops: seconds to the end, timeout 20 s"] = time.monotonic() - begin
+    figures["03, a rank stops: what is printed"] = output.splitlines()[:60]
 
 
-def test_a_killed_worker_costs_one_restart(two_gpus, started, figures):
-    process = started(ELASTIC, 1000, 1, options=["--max-restarts=3"])
+def test_a_killed_worker_costs_one_restart(two_gpus, tmp_path, started, figures):
+    process = started(variant(tmp_path, ELASTIC, WHO), 1000, 1, options=["--max-restarts=3"])
     os.kill(pid_of_rank_1(read_until(process, "epoch  3/1000")), signal.SIGKILL)
     begin = time.monotonic()
     output = read_until(process, r"attempt \d+: resumed from")

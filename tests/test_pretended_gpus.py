@@ -31,7 +31,7 @@ def pretend(count, kind="cuda"):
     to = torch.Tensor.to
     torch.Tensor.to = lambda *args, **kwargs: asked.append("Tensor.to") or to(*args, **kwargs)
 
-    def init_process_group(backend, rank=None, device_id=None, **_):
+    def init_process_group(backend, _=None, rank=None, device_id=None, **__):
         rank = os.environ["RANK"] if rank is None else rank
         line = {"asked": asked, "backend": backend, "device_id": str(device_id),
                 "TORCH_DIST_USE_NCCL2": os.environ.get("TORCH_DIST_USE_NCCL2")}
@@ -59,6 +59,8 @@ TWO_MACHINES = {"world_size": 4, "nodes": 2}
 @pytest.mark.parametrize(("script", "options", "devices"), [
     ("02_torchrun_elastic.py", {}, [0, 1]),
     ("03_multinode.py", TWO_MACHINES, [0, 1, 0, 1]),
+    ("template/several_machines.py", TWO_MACHINES, [0, 1, 0, 1]),
+    ("template/one_machine.py", {}, [0, 1]),
     ("04_collectives.py", {}, [0, 1]),
     ("launch/check_machines.py", TWO_MACHINES, [0, 1, 0, 1]),
     (MANY, TWO_MACHINES, [0, 1, 0, 1]),
@@ -76,17 +78,18 @@ def test_a_gpu_of_intel(tmp_path, script, backend):
     check(result, [0, 1], bound=script != MANY, kind="xpu", backend=backend)
 
 
-@pytest.mark.parametrize(("kind", "script", "notes"), [
-    ("mps", "02_torchrun_elastic.py", 1), ("mtia", "02_torchrun_elastic.py", 1),
-    ("mps", "benchmarks/parts/smallest_ddp.py", 0)])
-def test_an_accelerator_without_a_backend(tmp_path, kind, script, notes):
-    """Gloo carries no tensors of a Mac's GPU, and torch knows no backend for the other kind.
-
-    Two processes take the CPU, though there is one such GPU, and one of them says so.
-    """
-    result = fork_ranks(script, 1, cwd=tmp_path, before=partial(pretend, 1, kind))
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "benchmarks/parts/smallest_ddp.py"])
+def test_an_accelerator_without_a_backend(tmp_path, script):
+    """Gloo carries no tensors of a Mac's GPU: two processes take the CPU, though there is one."""
+    result = fork_ranks(script, 1, cwd=tmp_path, before=partial(pretend, 1, "mps"))
     said = '"asked": [], "backend": "gloo", "device_id": "None"'
-    assert (result.output.count(said), result.output.count("takes the CPU")) == (2, notes)
+    assert result.output.count(said) == 2, result.output
+
+
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "03_multinode.py"])
+def test_more_processes_than_gpus(tmp_path, script):
+    result = fork_ranks(script, cwd=tmp_path, before=partial(pretend, 1))
+    assert result.status == 1 and "each process needs a GPU: start fewer" in result.output
 
 
 def test_the_gpus_of_a_benchmark():

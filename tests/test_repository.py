@@ -194,17 +194,22 @@ def functions(path):
 
 
 def test_functions_of_one_name_have_one_text():
-    """A recipe may have a model or a loss of its own. (01, 02 and 03: see test_story.py, too.)"""
-    allowed = defaultdict(set)
+    """In the scripts and pitfalls; and what recipes share. (01 to 03: test_lessons.py, too.)"""
+    lessons, recipes = defaultdict(set), defaultdict(set)
     for path in SCRIPTS[:3]:
         for name, text in functions(path).items():
-            allowed[name].add(text)
-    for path in [*SCRIPTS[3:], *RECIPES, ROOT / "launch/check_machines.py", *PITFALLS]:
+            lessons[name].add(text)
+    for path in [*SCRIPTS[3:], *PITFALLS]:
         for name, text in functions(path).items():
-            if path not in RECIPES or name in allowed:
-                assert text in (allowed[name] or {text}), f"{path.name}: another {name}"
-                allowed[name].add(text)
-    assert {"Net", "evaluate", "log", "pick_device", "save", "stop"} <= allowed.keys()
+            assert text in (lessons[name] or {text}), f"{path.name}: another {name}"
+            lessons[name].add(text)
+    for path in [*RECIPES, ROOT / "launch/check_machines.py"]:
+        for name, text in functions(path).items():
+            if name in ("log", "gathered"):
+                assert text in lessons[name], f"{path.name}: another {name}"
+            recipes[name].add(text)
+    for name in ("pick_device", "count_gpus", "share_cores", "stop"):
+        assert len(recipes[name]) == 1, f"recipes have different {name}"
 
 
 def test_scripts_stand_alone():

@@ -41,10 +41,10 @@ def own_disk():
     os.chdir(f"disk{machine()}")
 
 
-def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2):
+def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2, **options):
     folder.mkdir(exist_ok=True)
     return fork_ranks(script, *arguments, cwd=folder, world_size=world_size, nodes=nodes,
-                      before=(play_machine, *before))  # fmt: skip
+                      before=(play_machine, *before), **options)  # fmt: skip
 
 
 apart = functools.partial(train, before=(own_disk,))
@@ -63,7 +63,7 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir,
     """With one disk, on which one rank saves."""
     saving = "    save(state, path)\n"
     script = variant(tmp_path, SCRIPT, {saving: f'    log(f"writes {{path}}", True)\n{saving}'})
-    result = train(tmp_path / "run", 3, 2, "--data-dir", mnist_dir, script=script)
+    result = train(tmp_path / "run", 3, 2, "--data-dir", mnist_dir, script=script, max_restarts=1)
     assert result.status == 0, result.output
     assert re.findall(".*writes.*", result.output) == ["[rank 0/4] writes snapshot.pt"] * 2
     rows = [line.split() for line in result.lines(0)[1:5]]

@@ -15,7 +15,8 @@ import pytest
 import torch
 from support import ROOT, fork_ranks, fork_workers, load, tensors, variant
 
-ONE, TEMPLATE = "01_single_node_multi_gpu.py", "template/one_machine.py"
+ONE, LESSONS = "01_single_node_multi_gpu.py", ("02_torchrun_elastic.py", "03_multinode.py")
+TEMPLATE, SEVERAL = "template/one_machine.py", "template/several_machines.py"
 
 TRAIN, TEST, BATCH, STEPS = 41, 7, 12, 3  # neither set can be shared equally
 SIX_STEPS = (2 * STEPS, 2)  # of the template: two epochs, a validation after every second step
@@ -24,14 +25,17 @@ SIX_STEPS = (2 * STEPS, 2)  # of the template: two epochs, a validation after ev
 # augmentation drew. The model notes what it sees. strike kills the process where the plan says so.
 MINE = '''
 SEED = 0
+LESSON = SETTLES = False
 import json, pathlib
 
+import random, numpy
 random.seed(), numpy.random.seed()  # as in a fresh process
 
 class MyImages(torch.utils.data.Dataset):
     def __init__(self, count, augment):
         self.images = torch.rand(count, 8, 8, generator=torch.Generator().manual_seed(count))
-        self.images += 0.01 * (random.random() + numpy.random.rand())  # from the seed of the loop
+        if not LESSON:  # which seeds torch alone, but for the loader's workers
+            self.images += 0.01 * (random.random() + numpy.random.rand())
         self.augment = augment
 
     def __len__(self):
@@ -57,19 +61,29 @@ class MyNet(nn.Module):
         self.register_buffer("mask", torch.tensor([0.0, -float("inf")]))  # as for attention
         self.auxiliary = nn.Linear(64, 3)  # used in training only
         self.stem = nn.BatchNorm2d(1).requires_grad_(False).eval()  # frozen
+        self.teacher = nn.Linear(64, 3).requires_grad_(False)  # moved in forward, in a lesson
+        self.calls = 0
 
     def forward(self, images):
         seen = {"rank": dist.get_rank(), "items": images[:, 0, 0].tolist(),
                 "augmented": images[:, 0, 1:4].tolist()}
         strike("step" if self.training else "validation")
         if self.training:
-            seen["drawn"] = torch.rand(()).item(), random.random(), numpy.random.rand()
+            seen["drawn"] = [torch.rand(()).item()]
+            if not LESSON:  # whose loop draws from torch alone
+                seen["drawn"] += [random.random(), numpy.random.rand()]
+            self.calls += 1
+            seen["settles"] = SETTLES and self.calls == 1
         with open("trained" if self.training else "checked" if torch.is_grad_enabled()
                   else "evaluated", "a") as file:
             file.write(json.dumps(seen) + "\\n")
         images = images.unsqueeze(1).clone()
         images[:, :, 0, :4] = sum(seen.get("drawn", [0]))
         helped = self.auxiliary(images.flatten(1)) if self.training else 0
+        if LESSON and self.training:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.auxiliary.weight, 0.1)
+            helped = helped + self.teacher(images.flatten(1))
         return self.layers(self.stem(images)) + helped
 
 def strike(place, count={}):
@@ -88,16 +102,34 @@ SWAP = {
     "cross_entropy(model(images), labels)":
         "cross_entropy(model(images), labels, label_smoothing=0.1)",
 }
-SWAP_IN_SNAPSHOT = SWAP | {  # of 02 and 03: a schedule, as their comments say
+SCHEDULE = {  # as the comments say
     "  # your optimizer":
         "  # your optimizer\n"
         "    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)",
-    '# (Your schedule: schedule.load_state_dict(snapshot["schedule"]).)':
-        'schedule.load_state_dict(snapshot["schedule"])',
     "accuracy = evaluate(": "schedule.step()\n        accuracy = evaluate(",
     '"optimizer": optimizer.state_dict(),':
         '"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),',
 }
+SWAP_IN_SEVERAL = SWAP | SCHEDULE | {
+    '# (Your schedule: schedule.load_state_dict(snapshot["schedule"]).)':
+        'schedule.load_state_dict(snapshot["schedule"])'}
+
+
+def swap_in_lesson(script):
+    """The loader is the one that the comment in fast_loader gives."""
+    text = (ROOT / script).read_text()
+    loader = re.search(r"    # Single items: (return .*)\n +#(.*)\n((?: {4}.*\n)+)", text)
+    swap = SWAP | {loader[3]: f"    {loader[1]}{loader[2]}\n"}
+    if script == ONE:  # whose comment says so
+        call = re.search(r"    compare_gradients\(.*\n", text)[0]
+        mine = MINE.replace("= SETTLES = False", ", SETTLES = True, False")
+        return swap | {call: "", "\nSEED = 0\n": mine}
+    load = "first_epoch = resume(snapshot, model, optimizer)"
+    return swap | SCHEDULE | {
+        load: f'{load}\n        schedule.load_state_dict(snapshot["schedule"])',
+        "\nSEED = 0\n": MINE.replace("SETTLES = False", "SETTLES = True")}
+
+
 # The template's loss is pasted with what its comment gives for a mixup.
 MIXED = """print(f"mixed {dist.get_rank()} {step} {share}\\n", end="")
     return (share * cross_entropy(logits, labels)
@@ -132,8 +164,8 @@ def play(folder, script, world_size, plan=(), changes=()):
 
 
 def swapped(folder, script, changes=()):
-    swap = {TEMPLATE: SWAP_IN_TEMPLATE, ONE: SWAP}.get(script, SWAP_IN_SNAPSHOT)
-    path = variant(folder, script, swap | dict(changes))
+    swap = {TEMPLATE: SWAP_IN_TEMPLATE, SEVERAL: SWAP_IN_SEVERAL}.get(script)
+    path = variant(folder, script, (swap or swap_in_lesson(script)) | dict(changes))
     for line in (ROOT / script).read_text().splitlines():
         if any(old in line for old in SWAP | SWAP_IN_TEMPLATE if old != "# share = numpy"):
             assert re.search("# your (data|model|loss)", line), f"no mark: {line}"
@@ -154,7 +186,8 @@ def whole(tmp_path_factory):
 def noted(folder, name):
     """What the model has noted in one of its files, without the pass that settles DDP's order."""
     seen = map(json.loads, (folder / name).read_text().splitlines())
-    return [each for each in seen if each["items"] != [0, TRAIN - 1]]
+    return [each for each in seen
+            if each["items"] != [0, TRAIN - 1] and not each.get("settles")]
 
 
 def steps_of(folder, passes=1):
@@ -176,10 +209,10 @@ def assert_counted_once_and_drawn_anew(folder, evaluations):
     tested = itertools.chain(*(seen["items"] for seen in noted(folder, "evaluated")))
     assert sorted(tested) == sorted(evaluations * [*range(TEST)])
     trained = noted(folder, "trained")
-    for source in range(3):
-        drawn = [seen["drawn"][source] for seen in trained]
-        augmented = [numbers[source] for seen in trained for numbers in seen["augmented"]]
-        assert len({*drawn}) == len(drawn) and len({*augmented}) == len(augmented), source
+    drawn = [[seen["drawn"] for seen in trained],
+             [numbers for seen in trained for numbers in seen["augmented"]]]
+    for numbers in itertools.chain(*(zip(*rows, strict=True) for rows in drawn)):
+        assert len({*numbers}) == len(numbers)
 
 
 def assert_same_end(whole, killed, *names):
@@ -197,30 +230,26 @@ def assert_same_end(whole, killed, *names):
 
 
 def test_01(tmp_path):
-    """Where the gradient cannot be proved, as evaluation does not use a head, a line says so."""
+    """The same images in each step, on one rank and on two."""
     args = {"total_epochs": 2, "save_every": 1, "batch_size": BATCH, "data_dir": "data",
             "checkpoint_path": "checkpoint.pt"}
     batches = []
-    for world_size, changes, said in (
-        (1, {}, "gradients not compared"),
-        (2, {"if self.training else 0": ""}, "gradient that DDP leaves"),
-    ):
+    for world_size in (1, 2):
         folder = tmp_path / str(world_size)
         folder.mkdir()
-        script = swapped(folder, ONE, changes)
-        result = fork_workers(script, cwd=folder, world_size=world_size, **args)
-        assert result.status == 0 and said in result.output, result.output
+        result = fork_workers(swapped(folder, ONE), cwd=folder, world_size=world_size, **args)
+        assert result.status == 0, result.output
         assert_counted_once_and_drawn_anew(folder, 2)
         batches.append(items_of(steps_of(folder)))
     assert len(batches[0]) == 2 * STEPS and batches[0] == batches[1]
 
 
 @pytest.mark.parametrize(("script", "world_size", "plan"), [
-    ("02_torchrun_elastic.py", 2, ["step 6 of rank 1"]),
-    pytest.param("02_torchrun_elastic.py", 3, ["step 5 of rank 0", "worker 3 of rank 2"],
-                 marks=pytest.mark.long),
-    pytest.param("template/several_machines.py", 2, ["worker 9 of rank 0", "step 3 of rank 1"],
-                 marks=pytest.mark.long),
+    (LESSONS[0], 3, ["step 7 of rank 1"]),
+    pytest.param(LESSONS[0], 2, ["step 6 of rank 0", "worker 3 of rank 1"], marks=pytest.mark.long),
+    (LESSONS[1], 2, ["worker 4 of rank 0"]),
+    pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long),
+    pytest.param(SEVERAL, 2, ["worker 9 of rank 0", "step 3 of rank 1"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, whole, script, world_size, plan):
     folder, output = whole(script, world_size)

@@ -1,18 +1,16 @@
-"""The functions of 01, 02 and 03 one by one: what each returns, leaves, prints, and refuses.
+"""The functions of template/several_machines.py: what each returns, leaves, prints, and refuses.
 
 Two forked ranks, or one process alone, call the checks below, each of one function. Whole jobs:
 test_jobs.py. What these tests would not notice: python tests/mutants.py.
 """
 
 import contextlib
-import copy
 import errno
 import fcntl
 import multiprocessing
 import os
 import pathlib
 import random
-import re
 import runpy
 import signal
 import socket
@@ -28,43 +26,38 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from support import ROOT, fork_workers, pretended
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-NAMES = {path.name[:2]: path.name for path in ROOT.glob("0[12]_*.py")}
-NAMES["03"] = "template/several_machines.py"
+SCRIPT = "template/several_machines.py"
 CPU = torch.device("cpu")
-ALL, RESUMING, LAST = ("01", "02", "03"), ("02", "03"), ("03",)
-ALONE, PAIR = [], []  # [(check, its scripts)] for one process alone, and for two ranks
+ALONE, PAIR = [], []  # the checks for one process alone, and for two ranks
 
 
-def check(kind, scripts):
-    return lambda function: kind.append((function, scripts))
+def check(kind):
+    return lambda function: kind.append(function)
 
 
-@pytest.mark.parametrize("number", ALL)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_functions_of_a_script(tmp_path, number, world_size):
-    result = fork_workers(__file__, tmp_path, world_size, number=number)
+def test_its_functions(tmp_path, world_size):
+    result = fork_workers(__file__, tmp_path, world_size)
     assert result.status == 0, result.output
     assert result.output.count("all checked") == world_size, result.output
 
 
 def worker(rank, world_size, meeting_point, args):
     """Called in each forked process: the checks of one script, up to the first that fails."""
-    script = runpy.run_path(str(ROOT / NAMES[args.number]))["parse_args"].__globals__
-    sys.argv = [NAMES[args.number]]
+    script = runpy.run_path(str(ROOT / SCRIPT))["parse_args"].__globals__
+    sys.argv = [SCRIPT]
     if world_size > 1:
         dist.init_process_group("gloo", init_method=meeting_point, rank=rank,
                                 world_size=world_size, timeout=timedelta(seconds=30))
         os.environ["LOCAL_RANK"] = str(rank)
-    for function, scripts in PAIR if world_size > 1 else ALONE:
-        if args.number in scripts:
-            function(script)
+    for function in PAIR if world_size > 1 else ALONE:
+        function(script)
     print("all checked\n", end="", flush=True)
     if world_size > 1:
         dist.barrier()  # until the other has come to its end, too
@@ -89,7 +82,7 @@ def stopped(function, *arguments, sleeps=()):
             function(*arguments)
         start, _, message = pathlib.Path(file.name).read_text().partition(": error: ")
     assert done == list(sleeps)
-    assert start in (*map(os.path.basename, NAMES.values()), "") and message.count("\n") <= 1
+    assert start in (os.path.basename(SCRIPT), "") and message.count("\n") <= 1
     return end.value.code, message.removeprefix(f"{socket.gethostname()}: ").rstrip("\n")
 
 
@@ -117,7 +110,7 @@ def gpus(*args, **options):
 # ---- Two ranks ----
 
 
-@check(PAIR, ALL)
+@check(PAIR)
 def train_epoch(script):
     """What it reports of two batches, of 3 and of 5 images a rank. (The steps: test_jobs.py.)"""
     torch.manual_seed(3)
@@ -137,7 +130,7 @@ def train_epoch(script):
     assert bars == [{"leave": False, "disable": None if rank == 0 else True}]
 
 
-@check(PAIR, ALL)
+@check(PAIR)
 def evaluate(script):
     """The share of right answers over all ranks, as floats and without a graph."""
     class FirstPixel(nn.Module):
@@ -154,48 +147,7 @@ def evaluate(script):
     assert script["evaluate"](model, TensorDataset(images, labels), CPU) == pytest.approx(4 / 7)
 
 
-@check(PAIR, ("01",))
-def check_gradients(script):
-    """Its figure is right, and a nan on one rank is an error. (More: test_01..., test_swap.py)"""
-    torch.manual_seed(5)
-    images, labels, net = torch.rand(2, 8, 4), torch.arange(8) % 3, nn.Linear(4, 3)
-    rank = dist.get_rank()
-
-    def gradient(images, labels):
-        alone = copy.deepcopy(net)
-        cross_entropy(alone(images), labels).backward()
-        return torch.cat([p.grad.flatten() for p in alone.parameters()])
-
-    whole = gradient(images.flatten(0, 1), labels.repeat(2))
-    off = max((gradient(part, labels) - whole).abs().max() for part in images)
-    said = printed(script["check_gradients"], DDP(net), images[rank], labels, CPU)
-    assert all(p.grad is None for p in net.parameters())
-    if rank == 0:
-        told = float(re.search(r"on its own images: (\S+)", said)[1])
-        assert told == pytest.approx((off / whole.abs().max()).item(), rel=0.1)
-
-    def spoil_on_rank_1(_, bucket):
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda done: done.value()[0] / (torch.nan if rank == 1 else 2))
-
-    model = DDP(net)
-    model.register_comm_hook(None, spoil_on_rank_1)
-    with pytest.raises(RuntimeError, match="DDP's gradient is off by inf"):
-        script["check_gradients"](model, images[rank], labels, CPU)
-
-    class InHalf(nn.Linear):
-        def forward(self, images):
-            assert not torch.backends.cudnn.enabled  # its TF32 is too coarse to compare
-            return super().forward(images).bfloat16()
-
-    unused = nn.Linear(4, 3)
-    unused.more = nn.Linear(1, 1)
-    for other in InHalf(4, 3), unused:
-        said = printed(script["check_gradients"], DDP(other), images[rank], labels, CPU)
-        assert rank or "gradients not compared" in said
-
-
-@check(PAIR, ALL)
+@check(PAIR)
 def check_replicas(script):
     """A difference is seen in the last entry of a weight or a buffer, of any type."""
     module, rank = nn.BatchNorm1d(2).to(torch.bfloat16), dist.get_rank()  # numpy has no bfloat16
@@ -208,7 +160,7 @@ def check_replicas(script):
         tensor[1] -= rank
 
 
-@check(PAIR, ALL)
+@check(PAIR)
 def what_ranks_say(script):
     """When a rank stops, rank 0 speaks at once, the others if they are the only ones that live."""
     rank = dist.get_rank()
@@ -221,7 +173,7 @@ def what_ranks_say(script):
         assert rank or "note: saved by b: " in printed(warn, {"batch": "b"}, "a")
 
 
-@check(PAIR, LAST)
+@check(PAIR)
 def take_newest(script):
     """The later epoch. In one epoch, that which has come further. Of equals, rank 0's."""
     rank = dist.get_rank()
@@ -236,7 +188,7 @@ def take_newest(script):
             torch.testing.assert_close(part.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
-@check(PAIR, LAST)
+@check(PAIR)
 def check_data(script):
     """All of the set counts, and one rank of each machine looks. (The ranks play machines.)"""
     rank = dist.get_rank()
@@ -254,7 +206,7 @@ def check_data(script):
 # ---- One process alone ----
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def check_items(script):
     """What the loop cannot take is named, in one line."""
     def loader(dataset, batch_size=1, sampler=None, batch_sampler=None, **workers):  # none here
@@ -279,7 +231,7 @@ def check_items(script):
                 assert status == 1 and f"the {name} set " in message and word in message
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def seed_all(script):
     """Three generators start from the seed, a large one, too."""
     def draw(seed):
@@ -290,7 +242,7 @@ def seed_all(script):
     assert first == again and len({*first, *other}) == 6
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def save(script):
     """All is on the disk before the old file goes. (A full disk: test_train_by_steps)"""
     path, events, fsync, replace = pathlib.Path("saved.pt"), [], os.fsync, os.replace
@@ -320,7 +272,7 @@ def save(script):
     assert path.read_text() == "new state"
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def load_data(script):
     """Generated, whatever was drawn before: ten kinds of images, and others to test."""
     train, test, _ = script["load_data"](".")
@@ -331,7 +283,7 @@ def load_data(script):
     assert images.float().mean().item() == pytest.approx(125.5, rel=1e-3)  # on each machine
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def batches_of(script):
     """A set in memory needs no workers. Those of 02 and 03 are their rank's own, in any Python."""
     pairs = TensorDataset(torch.arange(3), torch.arange(3))
@@ -343,7 +295,7 @@ def batches_of(script):
         assert workers.multiprocessing_context.get_start_method() == "fork"
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def pick_device(script):
     """Where the CPU does it, one rank says why. (Which GPU it takes: test_pretended_gpus.py)"""
     pick = script["pick_device"]
@@ -356,7 +308,7 @@ def pick_device(script):
             assert why in printed(pick, 0) and not printed(pick, 1)
 
 
-@check(ALONE, ALL)
+@check(ALONE)
 def share_cores(script):
     """In a container that forbids to change the policy; on a Mac; with GPUs."""
     share = script["share_cores"]
@@ -374,33 +326,12 @@ def share_cores(script):
         assert schedule.call_count == 4
 
 
-@check(ALONE, ("01", "02"))
-def listen_locally(script):
-    """Where the user wants it, otherwise on loopback (test_jobs.py)."""
-    with patch.dict(os.environ, GLOO_SOCKET_IFNAME="eth7"):
-        script["listen_locally"]()
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-
-
-@check(ALONE, ("01",))
-def main(script):
-    """Its end, if a process is killed or has called stop, and after Ctrl-C."""
-    def ended(status, signal_name):
-        return mp.ProcessExitedException("process 1 has died", 1, 1, status, signal_name)
-
-    for error, status, words in ((ended(-9, "SIGKILL"), 1, "process 1 has died; out of memory"),
-                                 (ended(3, None), 3, ""), (KeyboardInterrupt(), 130, "interrup")):
-        with patch.object(mp, "spawn", side_effect=error):
-            code, message = stopped(script["main"])
-        assert code == status and message.startswith(words) and bool(message) == bool(words)
-
-
-@check(ALONE, ALL)
+@check(ALONE)
 def parse_args(script):
     """The defaults; and each option goes where it belongs. (Wrong calls: test_01..., ...)"""
     torchrun = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT")
-    environment = {} if sys.argv[0] == NAMES["01"] else dict.fromkeys(torchrun, "1")
+    environment = dict.fromkeys(torchrun, "1")
 
     def parse(*words):
         with (patch.object(sys, "argv", [sys.argv[0], *map(str, words)]),
@@ -419,7 +350,7 @@ def parse_args(script):
     assert parse(*words) == expected
 
 
-@check(ALONE, RESUMING)
+@check(ALONE)
 def exit_with_launcher(script):
     """A rank looks now and then whether its parent is still torchrun."""
     parents, pauses, ended = iter([7, 7, 1]), [], threading.Event()
@@ -431,7 +362,7 @@ def exit_with_launcher(script):
     assert len(pauses) == 2 and min(pauses) >= 0.1, "the watcher takes a whole core"
 
 
-@check(ALONE, RESUMING)
+@check(ALONE)
 def lock(script):
     """It ends with its process. A disk may have no locks. (A second job: test_faults.py.)"""
     if (rank := os.fork()) == 0:
@@ -445,7 +376,7 @@ def lock(script):
         assert "on a disk without locks" in printed(script["lock"], "unlocked.pt")
 
 
-@check(ALONE, LAST)
+@check(ALONE)
 def name_the_stopped(script):
     for error, there, whom in (
         ("Timed out waiting 3 ms", ["rank 0 failed in 4"], "rank 2: it has stopped"),
@@ -471,7 +402,7 @@ def name_the_stopped(script):
     assert all(thread.daemon for thread in threading.enumerate()[1:]), "it would keep the rank"
 
 
-@check(ALONE, LAST)
+@check(ALONE)
 def ignore_sigterm(script):
     """A worker ends by a SIGTERM of its rank, and by no other one."""
     def work(pipe):
@@ -492,7 +423,7 @@ def ignore_sigterm(script):
         assert worker.exitcode == 0
 
 
-@check(ALONE, LAST)
+@check(ALONE)
 def explain(script):
     """Which cause it names. (A host that nobody knows, or that does not answer: test_03...)"""
     mesh = ValueError(f"Gloo connectFullMesh failed {'?' * 400}\nmore")

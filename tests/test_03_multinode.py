@@ -1,0 +1,138 @@
+"""03 on two machines ends with the bits of one, whichever machine has the newest snapshot.
+
+Processes play the machines. test_lab.py runs it on machines that are apart.
+"""
+
+import functools
+import os
+import re
+
+import pytest
+from snapshots import pickle_in_an_archive
+from support import (
+    difference,
+    digest,
+    files,
+    fork,
+    fork_each,
+    fork_ranks,
+    free_port,
+    load,
+    machine,
+    play_machine,
+)
+
+SCRIPT = "03_multinode.py"
+
+
+def own_disk():
+    """Called in a child: a current folder for each machine."""
+    os.makedirs(f"disk{machine()}", exist_ok=True)
+    os.chdir(f"disk{machine()}")
+
+
+def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2):
+    folder.mkdir(exist_ok=True)
+    return fork_ranks(script, *arguments, cwd=folder, world_size=world_size, nodes=nodes,
+                      before=(play_machine, *before))  # fmt: skip
+
+
+apart = functools.partial(train, before=(own_disk,))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, mnist_dir):
+    """(result, snapshot) of three epochs of 02 on one machine with four ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    result = train(folder, 3, 1, "--data-dir", mnist_dir, script="02_torchrun_elastic.py", nodes=1)
+    assert result.status == 0, result.output
+    return result, load(folder)
+
+
+def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir, whole):
+    """With one disk for both."""
+    result = train(tmp_path / "run", 3, 2, "--data-dir", mnist_dir)
+    assert result.status == 0, result.output
+    rows = [line.split() for line in result.lines(0)[1:5]]
+    assert [row[:5] for row in rows] == [
+        ["node1", "0", "0", "0", "cpu"],
+        ["node1", "0", "1", "1", "cpu"],
+        ["node2", "1", "2", "0", "cpu"],
+        ["node2", "1", "3", "1", "cpu"],
+    ]
+    assert len({row[5] for row in rows}) == 4
+    assert result.epochs() == whole[0].epochs()
+    assert difference(load(tmp_path / "run"), whole[1]) == 0 and digest(result) == digest(whole[0])
+    assert result.saved() == [2, 3] and files(tmp_path / "run") == ["snapshot.pt"]
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole, newest):
+    """The other one has an old snapshot, or none."""
+    disk1, disk2 = disks = tmp_path / "disk1", tmp_path / "disk2"
+    if newest == 2:
+        apart(tmp_path, 1, "--data-dir", mnist_dir)
+        assert load(disk1)["next_epoch"] == load(disk2)["next_epoch"] == 2
+    train(disks[newest - 1], 2, "--data-dir", mnist_dir, nodes=1)
+    result = apart(tmp_path, 3, "--data-dir", mnist_dir)
+    assert result.status == 0, result.output
+    assert "resumed from snapshot.pt at epoch 3" in result.lines(0)
+    assert list(result.epochs()) == [3] and digest(result) == digest(whole[0])
+    assert difference(load(disk1), whole[1]) == difference(load(disk2), whole[1]) == 0
+
+
+def test_of_two_snapshots_of_one_epoch_all_ranks_take_the_same(tmp_path, mnist_dir):
+    """They may be of different runs."""
+    for node in 1, 2:
+        train(tmp_path / f"disk{node}", 1, "--data-dir", mnist_dir, "--batch-size", 8 * node,
+              world_size=1, nodes=1)  # fmt: skip
+    result = apart(tmp_path, 2, "--data-dir", mnist_dir, world_size=2)
+    assert result.status == 0, result.output  # 03 compares the replicas
+    assert difference(load(tmp_path / "disk1"), load(tmp_path / "disk2")) == 0
+
+
+def test_a_snapshot_that_one_machine_cannot_load(tmp_path, mnist_dir):
+    path = tmp_path / "disk2/snapshot.pt"
+    path.parent.mkdir()
+    pickle_in_an_archive(path, None)
+    before = path.read_bytes()
+    result = apart(tmp_path, 2, "--data-dir", mnist_dir, world_size=2)
+    assert result.status == 1 and result.output.count("cannot go on from snapshot.pt: ") == 1
+    assert path.read_bytes() == before and files(tmp_path / "disk1") == []
+
+
+def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
+    (tmp_path / "disk1").mkdir()
+    (tmp_path / "disk1/digits").symlink_to(mnist_dir)
+    result = apart(tmp_path, 1, "--data-dir", "digits")
+    assert result.status == 1, result.output
+    assert "the machines have different data: [('node1', 'images of MNIST')" in result.output
+    assert "('node2', 'generated images" in result.output
+    assert files(tmp_path / "disk1") == ["digits"]
+
+
+# ---- Other starts ----
+
+
+def test_started_by_hand(tmp_path, mnist_dir):
+    """Five variables are all that a process needs to find the others."""
+    with free_port() as port:
+        environments = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
+                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in (0, 1)]
+        result = fork_each(SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path,
+                           environments=environments)
+    assert result.status == 0, result.output
+    assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")
+
+
+def test_a_wrong_start_ends_in_words(tmp_path):
+    """Restarts that would look for dead ranks, or a timeout of no time."""
+    asked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for arguments, env, message in (
+        ([], {}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
+        ([], asked, "put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun"),
+        (["--timeout", 0], asked | {"TORCHELASTIC_MAX_RESTARTS": "0"}, "must be 1 or more"),
+    ):
+        result = fork(SCRIPT, *arguments, cwd=tmp_path, env=env)
+        assert result.status == 2 and re.search(message, result.error()), result.output

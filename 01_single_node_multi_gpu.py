@@ -12,8 +12,8 @@ You see that DistributedDataParallel (DDP) leaves on every rank the gradient tha
 compute on the whole batch, and that all replicas (each rank's copy of the model) end up equal:
 
     [rank 0/2] 8192 + 2048 generated images (download_mnist.py fetches MNIST); batch 2 ranks x 32
-    [rank 0/2] gradient of a rank on its own images: off that of the whole batch by 8.8e-01
-    [rank 0/2] gradient that DDP leaves on each rank: off that of the whole batch by 3.2e-07
+    [rank 0/2] gradient of a rank on its own images: differs from the whole batch's by 8.8e-01
+    [rank 0/2] gradient that DDP leaves on each rank: differs from the whole batch's by 3.2e-07
     [rank 0/2] epoch  1/5 | loss 1.3184 | accuracy 0.9194 |  18592 images/s | saved in checkpoint.pt
     ...
     [rank 0/2] 2 replicas are identical, sha256 11d74c37bfba
@@ -176,7 +176,7 @@ def compare_gradients(model, images, labels):
                         ("that DDP leaves on each rank", gradient(model, images, labels))):
         error = (found - expected).abs().max() / expected.abs().max()  # of the largest entry
         dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the largest on any rank
-        log(f"gradient {what}: off that of the whole batch by {error:.1e}")
+        log(f"gradient {what}: differs from the whole batch's by {error:.1e}")
     if not error < 1e-5:  # the last one, DDP's; in float32, rounding stays below
         raise RuntimeError("DDP's gradient is not that of the whole batch")
     model.zero_grad()

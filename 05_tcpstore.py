@@ -51,7 +51,7 @@ def main():
         run_client(args.port)
         return
 
-    # This process serves the store, and takes part as rank 0.
+    # This process serves the store, and is rank 0 itself. me: its rank, and how many there are.
     store, me = serve(args.port), Member(0, args.nprocs)
     store.set("world size", str(me.world_size))
     me.say(f"pid {os.getpid()}, serves at {HOST}, port {store.port}")
@@ -73,7 +73,7 @@ def main():
 def run_client(port):
     """Join the server. The order in which clients come gives them their ranks."""
     store = connect(port)
-    rank, world_size = store.add("ranks", 1), int(store.get("world size"))  # explained below
+    rank, world_size = store.add("ranks", 1), int(store.get("world size"))  # add, get: see there
     if rank >= world_size:
         sys.exit(f"the server has its {world_size} processes already")
     me = Member(rank, world_size)
@@ -100,6 +100,7 @@ def play(store, me):
 def set_get(store, me):
     """What one process sets, all others can get. A get waits until the key is there."""
     if me.rank == 0:
+        # wait returns when all of these keys are there.
         store.wait([f"rank {other} asks" for other in range(1, me.world_size)])
         time.sleep(0.3)
         me.say('set("greeting", "hello")')
@@ -222,7 +223,7 @@ def barrier_100_times(store, me):
         wait_for_all(store, me)
         early += store.add(f"count {use}", 0) != me.world_size
     me.say(f"100 times through the barrier, {early} times too early")
-    expect((early, store.check(["barrier/gate 0"])), (0, False))
+    expect((early, store.check(["barrier/gate 0"])), (0, False))  # old gates are deleted
 
 
 def wait_for_all(store, me, key="barrier", timeout=TIMEOUT):
@@ -251,14 +252,14 @@ def work_queue(store, me):
         worker.kill()
         worker.join()
         alive.append(has_heartbeat(store))
-        me.say(f"pid {worker.pid}, with task {lost}: heartbeat {alive[0]}; killed: {alive[1]}")
+        me.say(f"pid {worker.pid}, with task {lost}: heartbeat {alive[0]}; once killed, {alive[1]}")
         expect(alive, [True, False])
         store.queue_push("tasks", lost)
     mine, deadline = [], time.monotonic() + TIMEOUT.total_seconds()
     while store.add("done", 0) < 20 and time.monotonic() < deadline:
         try:
             task = store.queue_pop("tasks", block=False).decode()
-        except dist.QueueEmptyError:
+        except dist.QueueEmptyError:  # but the lost task may come back
             time.sleep(0.02)
             continue
         time.sleep(0.2)  # the work

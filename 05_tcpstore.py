@@ -48,22 +48,19 @@ SPAWN = multiprocessing.get_context("spawn")  # a fork would lack the threads th
 def main():
     args = parse_args()
     if args.role == "client":
-        run_client(args.port)
-        return
+        return run_client(args.port)
 
     # This process serves the store, and is rank 0 itself. me: its rank, and how many there are.
     store, me = serve(args.port), Member(0, args.nprocs)
     store.set("world size", str(me.world_size))
     me.say(f"pid {os.getpid()}, serves at {HOST}, port {store.port}")
-    clients = []
-    if args.role is None:
-        clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
-                   for _ in range(1, me.world_size)]
-    else:
-        me.say(f"waits for {me.world_size - 1} of: python {sys.argv[0]} --role client"
-               f" --port {store.port}")
+    clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
+               for _ in range(0 if args.role else me.world_size - 1)]
     for client in clients:
         client.start()
+    if args.role:
+        me.say(f"waits for {me.world_size - 1} of: python {sys.argv[0]} --role client"
+               f" --port {store.port}")
     play(store, me)
     for client in clients:
         client.join()
@@ -276,7 +273,7 @@ def work_queue(store, me):
 def run_worker(port):
     """Take a task, and never end it."""
     store = dist.PrefixStore("work_queue", connect(port))
-    threading.Thread(target=beat, args=(store.clone(),), daemon=True).start()
+    threading.Thread(target=beat, args=(store.clone(),)).start()
     # If it died after the pop and before the set, nobody would know which task is lost.
     store.set("worker's task", store.queue_pop("tasks", block=False))
     store.get("never set")  # the work

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import shown
+import torch.distributed as dist
 from forked import fork, variant
 from started import PYTHON, ROOT, assert_nothing_left, end, listening, read_until, run, start
 
@@ -96,6 +97,13 @@ def test_a_lesson_fails_if_the_store_answers_wrongly(tmp_path):
     for n, message in enumerate(CASES.values()):
         assert f"\n{n}: got {message}" in f"\n{result.output}", result.output
     assert "\nlo is Gloo's interface\n" in result.output
+
+
+def test_one_client_too_many_is_turned_away(tmp_path):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    server.set("world size", "1")
+    result = fork(SCRIPT, "--role", "client", "--port", server.port, cwd=tmp_path)
+    assert (result.status, result.output) == (1, "the server has its 1 processes already\n")
 
 
 @pytest.mark.long

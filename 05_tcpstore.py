@@ -33,8 +33,8 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-# Two lessons break connections on purpose. This hides the C++ stack that torch then prints, but no
-# errors. It must come before the import. Leave it out of a training script.
+# Some calls fail here on purpose. This hides the C++ stack that torch then prints, but no errors.
+# It must come before the import. Leave it out of a training script.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch

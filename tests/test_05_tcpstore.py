@@ -14,14 +14,19 @@ from started import PYTHON, ROOT, assert_nothing_left, end, listening, read_unti
 SCRIPT = "05_tcpstore.py"
 
 
-def test_it_starts_its_own_processes(tmp_path):
-    result = run(PYTHON, ROOT / SCRIPT, cwd=tmp_path)
-    assert result.status == 0, result.output
-    assert not shown.missing("05_tcpstore.txt", result), result.output
-    assert all(re.match(r"\[rank \d/3\] ", line) for line in result.output.splitlines())
-    assert not list(tmp_path.iterdir())
-    pid = re.search(r"pid (\d+), with task b'0': heartbeat True; once", result.output)[1]
-    assert not pathlib.Path(f"/proc/{pid}").exists()
+@pytest.mark.parametrize(("call", "message"), [
+    ("--role client", "needs the --port"), ("--nprocs 1", "--nprocs must be 2 or more"),
+    ("--role boss", "invalid choice: 'boss'"), ("--port x", "invalid int value: 'x'")])
+def test_bad_calls(tmp_path, call, message):
+    result = fork(SCRIPT, *call.split(), cwd=tmp_path)
+    assert result.status == 2 and message in result.error(), result.output
+
+
+def test_one_client_too_many_is_turned_away(tmp_path):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    server.set("world size", "1")
+    result = fork(SCRIPT, "--role", "client", "--port", server.port, cwd=tmp_path)
+    assert (result.status, result.output) == (1, "the server has its 1 processes already\n")
 
 
 # Takes the place of main: goes through lessons with a store that gives wrong answers at first, and
@@ -44,6 +49,7 @@ class Careless:  # a connection that takes any text for a number
 def main(real=dist.PrefixStore):
     store = serve()
     assert connect(store.port).timeout == store.timeout == TIMEOUT
+    store.set_timeout(timedelta(seconds=0.3))
     assert outcome(say_goodbye, store, Member(0, 2)) == "DistStoreError", "does not wait"
     time.sleep, dist.all_reduce = (lambda seconds: None), torch.Tensor.zero_
     for n, (lesson, rank, answers) in enumerate(CASES):
@@ -91,7 +97,7 @@ def test_a_lesson_fails_if_the_store_answers_wrongly(tmp_path):
     cases = "".join(f"    ({case}),\n" for case in CASES)
     script = variant(tmp_path, SCRIPT, {
         "\nLESSONS = (": f"{WRONG}\nCASES = [\n{cases}]\nLESSONS = (",
-        "seconds=60": "seconds=3", 'get_context("spawn")': 'get_context("fork")'})  # which is fast
+        'get_context("spawn")': 'get_context("fork")'})  # which is fast
     result = fork(script, cwd=tmp_path)
     assert result.status == 0, result.output
     for n, message in enumerate(CASES.values()):
@@ -99,11 +105,14 @@ def test_a_lesson_fails_if_the_store_answers_wrongly(tmp_path):
     assert "\nlo is Gloo's interface\n" in result.output
 
 
-def test_one_client_too_many_is_turned_away(tmp_path):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    server.set("world size", "1")
-    result = fork(SCRIPT, "--role", "client", "--port", server.port, cwd=tmp_path)
-    assert (result.status, result.output) == (1, "the server has its 1 processes already\n")
+def test_it_starts_its_own_processes(tmp_path):
+    result = run(PYTHON, ROOT / SCRIPT, cwd=tmp_path)
+    assert result.status == 0, result.output
+    assert not shown.missing("05_tcpstore.txt", result), result.output
+    assert all(re.match(r"\[rank \d/3\] ", line) for line in result.output.splitlines())
+    assert not list(tmp_path.iterdir())
+    pid = re.search(r"pid (\d+), with task b'0': heartbeat True; once", result.output)[1]
+    assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.long
@@ -147,11 +156,3 @@ def test_when_one_process_is_killed_all_end(tmp_path, victim, status):
         assert ("DistStoreError" if victim == "client" else "DistNetworkError") in output
     finally:
         end(process)
-
-
-@pytest.mark.parametrize(("call", "message"), [
-    ("--role client", "needs the --port"), ("--nprocs 1", "--nprocs must be 2 or more"),
-    ("--role boss", "invalid choice: 'boss'"), ("--port x", "invalid int value: 'x'")])
-def test_bad_calls(tmp_path, call, message):
-    result = fork(SCRIPT, *call.split(), cwd=tmp_path)
-    assert result.status == 2 and message in result.error(), result.output

@@ -17,7 +17,7 @@ the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this shows where a num
     ...
     [rank 0/4] 18 sections passed their checks on 4 ranks, by gloo
 
-The last two build something from the others: an all_reduce by hand, and DistributedDataParallel.
+The last two sections are built from the others: an all_reduce, and DistributedDataParallel (DDP).
 
 New here, against 02: all of it but main. Next: write some of it yourself, exercises/README.md.
 """
@@ -84,7 +84,7 @@ def broadcast(rank, world_size):
 
 
 def tensor_of(rank, length=2):
-    """Return what a rank begins with. Any rank can compute it, and so check what it gets."""
+    """Return [10 rank + 1, 10 rank + 2, ...]: so every rank can check what it gets from others."""
     return 10.0 * rank + torch.arange(1, length + 1)
 
 
@@ -282,9 +282,9 @@ def objects(rank, world_size):
     Unpickling can run any code: use this only among processes that you trust."""
     settings, everyone = [{"lr": 0.03} if rank == 0 else None], [None] * world_size
     dist.broadcast_object_list(settings, src=0)
-    dist.all_gather_object(everyone, f"of {rank}")
+    dist.all_gather_object(everyone, {"rank": rank})
     table({"broadcast_object_list": settings, "all_gather_object": everyone})
-    if settings != [{"lr": 0.03}] or everyone != [f"of {r}" for r in range(world_size)]:
+    if settings != [{"lr": 0.03}] or everyone != [{"rank": r} for r in range(world_size)]:
         raise RuntimeError("other objects arrived than were sent")
 
 
@@ -300,7 +300,7 @@ def ring(rank, world_size):
         table(dict(columns[first : first + 4]))
     assert_close(tensor, sum(tensor_of(r, length=world_size) for r in range(world_size)))
     least = 2 * (world_size - 1) * tensor.nbytes // world_size
-    log(f"  each rank sent {sent} bytes; 2 (N - 1) / N of the tensor's {tensor.nbytes} are {least}")
+    log(f"  each rank sent {sent} bytes; 2 (N - 1) / N times the tensor's {tensor.nbytes}: {least}")
     if sent != least:
         raise RuntimeError(f"this rank sent {sent} bytes, not {least}")
 
@@ -339,8 +339,8 @@ def ddp(rank, world_size):
     batch, target = torch.randn(2, 256, 512)
     theirs = DDP(copy.deepcopy(model))
     alone = copy.deepcopy(theirs.module)  # for comparison: the same weights, no exchange
-    ours = BucketedDDP(model, bucket_bytes=2 * 2**20)
-    for replica in (theirs, alone, ours):
+    ours = BucketedDDP(model, bucket_bytes=2 * 2**20)  # two layers fill a bucket
+    for replica in (theirs, alone, ours):  # ours last: its times are kept
         loss = nn.functional.mse_loss(replica(batch), target)
         start = time.perf_counter()
         loss.backward()
@@ -382,7 +382,7 @@ class BucketedDDP(nn.Module):
             if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
-            parameter.register_post_accumulate_grad_hook(
+            parameter.register_post_accumulate_grad_hook(  # called in backward
                 functools.partial(self.gradient_is_there, len(self.buckets) - 1))
 
     def forward(self, *inputs):

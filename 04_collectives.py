@@ -130,8 +130,8 @@ def all_reduce(rank, world_size):
 
 
 def all_gather(rank, world_size):
-    """All ranks' tensors, on every rank: in a list, or, faster, in one tensor. In sharded
-    training (ZeRO, FSDP), each rank keeps a part of each layer, and gathers the rest."""
+    """All ranks' tensors, on every rank: in a list or in one tensor. In sharded training
+    (ZeRO, FSDP), each rank keeps a part of each layer, and gathers the rest."""
     tensor = tensor_of(rank)
     as_list, as_tensor = [torch.zeros(2) for _ in range(world_size)], torch.zeros(2 * world_size)
     dist.all_gather(as_list, tensor)

@@ -36,7 +36,7 @@ def tell_the_ends():
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     result = fork_ranks(SCRIPT, cwd=tmp_path, world_size=world_size, before=tell_the_ends)
-    assert result.status == 0, result.output
+    assert result.status == 0 and "Warning" not in result.output, result.output
     for line in ("listens on lo", "frees DDP", "leaves"):
         assert result.output.splitlines().count(line) == world_size, line
     passed = f"18 sections passed their checks on {world_size} ranks, by gloo"
@@ -45,6 +45,10 @@ def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     assert to_come == ["12", "8", "4", "0"]  # 16 parameters; two layers fill a bucket
     moments = re.findall(r"^\[.*\]\s+([\d.]+) ms  ", result.output, re.MULTILINE)
     assert len(moments) == 6 and moments == sorted(moments, key=float), result.output
+    times = [(float(came), float(left)) for came, left in re.findall(
+        r"rank \d   (\S+) s +(\S+) s$", result.output, re.MULTILINE)]
+    assert len(times) == world_size and min(times)[0] == 0 and max(times)[0] < 60
+    assert all(max(times)[0] <= left < 60 for _, left in times), "a barrier waits for the last"
     if world_size == 4:
         tensors = r"   rank \d .*(\]|\}|None)$|each rank sent"  # rows without times
         assert not shown.missing("04_collectives.txt", result, exact=tensors)

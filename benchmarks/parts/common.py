@@ -53,7 +53,7 @@ def run_ranks(function, world_size, *args):
 
 def _rank(rank, world_size, port, path, function, args):
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "WORLD_SIZE": str(world_size)}
-    load_script("02_torchrun_elastic.py").listen_locally()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: private
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     result = function(rank, world_size, store, *args)
     if rank == 0:
@@ -72,10 +72,11 @@ def process_group(backend, store, name, rank, world_size):
 
 def find_gpus(least=1):
     """Return (how many GPUs the scripts can use, "cuda" or such), or (0, "cpu") if below least."""
-    count = load_script("02_torchrun_elastic.py").count_gpus()
-    if count < least:
-        return 0, "cpu"
-    return count, torch.accelerator.current_accelerator().type
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    # For Apple's GPUs torch names Gloo, which cannot send their tensors.
+    backend = dist.Backend.default_device_backend_map.get(gpu.type, "gloo") if gpu else "gloo"
+    count = torch.accelerator.device_count() if backend != "gloo" else 0
+    return (0, "cpu") if count < least else (count, gpu.type)
 
 
 def seconds(call, device):

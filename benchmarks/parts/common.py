@@ -54,6 +54,7 @@ def run_ranks(function, world_size, *args):
 def _rank(rank, world_size, port, path, function, args):
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "WORLD_SIZE": str(world_size)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: private
+    share_cores(world_size)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     result = function(rank, world_size, store, *args)
     if rank == 0:
@@ -177,6 +178,14 @@ def finish(name, args, device, settings, figures, tables):
         print(f"no picture: {error}; pip install -r requirements-dev.txt", file=sys.stderr)
     else:
         plot.draw(path)
+
+
+def share_cores(processes, policy="SCHED_BATCH"):
+    """Divide this machine's cores among its processes, which Linux schedules by that policy."""
+    torch.set_num_threads(max(1, count_cores() // processes))
+    if find_gpus() == (0, "cpu"):  # the scripts leave the scheduling as it is on GPUs
+        with contextlib.suppress(AttributeError, OSError):
+            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def count_cores():

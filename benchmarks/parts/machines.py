@@ -76,15 +76,12 @@ def run(environment, count, function, args):
 def main():
     """On a machine: python machines.py RANK JOB."""
     sys.path[0] = str(ROOT / "benchmarks")  # as for the benchmark itself
-    import torch
     import torch.distributed as dist
-    from parts.common import count_cores
+    from parts.common import share_cores
 
     rank, path = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     job = json.loads(path.read_text())
-    torch.set_num_threads(count_cores())
-    with contextlib.suppress(OSError):  # else Gloo's threads get in each other's way
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    share_cores(1)
     store = dist.TCPStore("10.77.0.1", PORT, is_master=rank == 0)
     function = getattr(importlib.import_module(job["module"]), job["function"])
     result = function(rank, job["world_size"], store, *job["args"])

@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import runpy
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -49,6 +50,8 @@ def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
         r"rank \d   (\S+) s +(\S+) s$", result.output, re.MULTILINE)]
     assert len(times) == world_size and min(times)[0] == 0 and max(times)[0] < 60
     assert all(max(times)[0] <= left < 60 for _, left in times), "a barrier waits for the last"
+    products = re.findall(r"rank \d   \[.*\] +(\d+)$", result.output, re.MULTILINE)
+    assert len(products) == world_size and any(map(int, products)), "computed meanwhile"
     if world_size == 4:
         tensors = r"   rank \d .*(\]|\}|None)$|each rank sent"  # rows without times
         assert not shown.missing("04_collectives.txt", result, exact=tensors)
@@ -173,9 +176,11 @@ def test_a_gpu_for_each_process(tmp_path):
     assert result.status == 1 and "use the CPU by CUDA_VISIBLE_DEVICES= in front" in result.output
 
 
-@pytest.mark.parametrize("world_size", [0, 1])
-def test_it_says_how_to_start_it(tmp_path, world_size):
-    result = fork_ranks(SCRIPT, cwd=tmp_path, world_size=1) if world_size else fork(
-        SCRIPT, cwd=tmp_path)
-    assert result.status == 2
-    assert result.error() == "start it with: torchrun --standalone --nproc-per-node=4 " + SCRIPT
+@pytest.mark.parametrize(("launch", "words", "message"), [
+    (fork, [], "start it with: torchrun --standalone --nproc-per-node=4 04_collectives.py\n"),
+    (partial(fork_ranks, world_size=1), [], "start it with: torchrun --standalone "),
+    (fork_ranks, ["--only", "nonsense"], "argument --only: invalid choice: 'nonsense'"),
+])
+def test_wrong_calls(tmp_path, launch, words, message):
+    result = launch(SCRIPT, *words, cwd=tmp_path)
+    assert result.status == 2 and f"error: {message}" in result.output, result.output

@@ -197,7 +197,7 @@ def monitored_barrier(rank, world_size):
 
 
 def send_recv(rank, world_size):
-    """Rank 0 sends, rank 1 receives. On a CPU, each call waits for the other one."""
+    """Rank 0 sends, rank 1 receives. On a CPU, each call waits for the other rank's."""
     tensor = tensor_of(rank)
     # Trap: if both ranks called send first, each would wait for the other's recv.
     if rank == 0:
@@ -300,9 +300,9 @@ def ring(rank, world_size):
         table(dict(columns[first : first + 4]))
     assert_close(tensor, sum(tensor_of(r, length=world_size) for r in range(world_size)))
     least = 2 * (world_size - 1) * tensor.nbytes // world_size
-    log(f"  each rank sent {sent} bytes; 2 (N - 1) / N times the tensor's {tensor.nbytes}: {least}")
     if sent != least:
         raise RuntimeError(f"this rank sent {sent} bytes, not {least}")
+    log(f"  each of N ranks sent {sent} bytes, 2 (N - 1) / N times the tensor's {tensor.nbytes}")
 
 
 def ring_all_reduce(tensor, steps=None):

@@ -6,6 +6,7 @@ The ranks are those of one machine: one for each GPU, or two on the CPU. A size 
 tensor, which all_gather collects and reduce_scatter adds up. Bus bandwidth is size / time, times
 the bytes that a rank has to send for each byte of the tensor. So it can be compared with the speed
 of the link between two ranks, however many there are (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+A turn is 5 to 64 calls, and their median counts.
 Besides the operations alone, what 04 says of them:
 
 all_gather of objects          the tensors as pickles
@@ -13,6 +14,10 @@ reduce_scatter and all_gather  the two of which an all_reduce can be made
 ring of 04                     its all_reduce by hand
 many calls                     1 MiB in one all_reduce, or in many small ones
 """
+
+import time
+from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,7 +31,6 @@ from parts.common import (
     parser,
     process_group,
     run_ranks,
-    seconds,
     spread,
 )
 
@@ -64,13 +68,23 @@ def measure(rank, world_size, store, sizes, rounds):
     """Return {"size operation": [ms of a call in each round]}."""
     device, backend = SCRIPT.pick_device(rank)
 
-    def turn(call, count):
-        return lambda: 1000 / count * seconds(lambda: [call() for _ in range(count)], device)
-
     with process_group(backend, store, "collectives", rank, world_size):
-        sides = {f"{size} {name}": turn(call, max(1, min(64, 2**22 // size)))
+        sides = {f"{size} {name}": partial(median_ms, call, max(5, min(64, 2**24 // size)), device)
                  for size in sizes for name, call in sides_of(size, world_size, device).items()}
         return alternate(sides, rounds)
+
+
+def median_ms(call, count, device):
+    """Return the median ms of so many calls, one after the other, on the slowest rank."""
+    times = []
+    dist.barrier()
+    for _ in range(count):
+        begin = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(1000 * (time.perf_counter() - begin))
+    return max(SCRIPT.gathered(median(times)))
 
 
 def bus_factor(name, world_size):

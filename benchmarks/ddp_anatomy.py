@@ -25,7 +25,6 @@ from parts.common import (
     parser,
     process_group,
     run_ranks,
-    share_cores,
     spread,
 )
 from torch import nn
@@ -81,10 +80,9 @@ def resident(device):
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
-def new_net(rank, world_size, layers, width, batch_size):
+def new_net(rank, layers, width, batch_size):
     """Return (layers of Linear and GELU, a batch of this rank, the backend)."""
     device, backend = SCRIPT.pick_device(rank)
-    share_cores(world_size)
     torch.manual_seed(0)
     stack = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*stack).to(device), torch.randn(batch_size, width, device=device), backend
@@ -92,7 +90,7 @@ def new_net(rank, world_size, layers, width, batch_size):
 
 def measure_memory(rank, world_size, store, layers, width, batch_size):
     """Return {with or without view: MB of gradients and buckets, after two steps}."""
-    net, batch, backend = new_net(rank, world_size, layers, width, batch_size)
+    net, batch, backend = new_net(rank, layers, width, batch_size)
     found = {}
     with process_group(backend, store, "memory", rank, world_size):
         warmed_up(DDP(copy.deepcopy(net)), batch)  # once, so that the rest is gradients' alone
@@ -108,7 +106,7 @@ def measure_memory(rank, world_size, store, layers, width, batch_size):
 
 
 def measure(rank, world_size, store, layers, width, batch_size):
-    net, batch, backend = new_net(rank, world_size, layers, width, batch_size)
+    net, batch, backend = new_net(rank, layers, width, batch_size)
     with process_group(backend, store, "anatomy", rank, world_size):
         model = warmed_up(
             DDP(copy.deepcopy(net), gradient_as_bucket_view=True, bucket_cap_mb=8), batch)

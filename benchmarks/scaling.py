@@ -7,8 +7,8 @@ ranks, and no more than there are cores or GPUs: 4 ranks on 2 cores can be twice
 
 per rank    the batch of each rank is fixed: more ranks, larger steps (weak scaling)
 in all      the batch of a step is fixed: more ranks, smaller shares (strong scaling), as 02 does
-usual       per rank, but without the scheduling as a batch job that 02 asks for:
-            a step, and an all-reduce
+usual       per rank, but without the scheduling as a batch job that 02 asks Linux for: a
+            step, and an all-reduce
 strangers   as many single processes side by side, without DDP: what the machine itself allows
 all cores   one rank with a thread on each core: the other way to use a CPU
 
@@ -16,7 +16,6 @@ At the end, where a step of the first kind loses time: against a stranger's step
 of its gradients alone. What is left is waiting, each step, for the slowest rank.
 """
 
-import os
 import statistics
 
 import torch
@@ -78,10 +77,8 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
         def take_turn():
             turn, result = next(turns), 0.0
             if rank < world_size:  # the others sit it out
-                share_cores(1)
+                share_cores(1, "SCHED_BATCH" if batch else "SCHED_OTHER")  # also of Gloo's threads
                 torch.set_num_threads(threads)
-                if not batch and hasattr(os, "SCHED_OTHER"):  # Gloo's threads will inherit it
-                    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
                 with process_group(backend, store, f"turn {turn}", rank, world_size):
                     result = figure(device, *arguments)
                 if rank == 0:
@@ -96,7 +93,7 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
         sides[f"per rank {world_size}"] = side(
             world_size, epoch_speed, data, batch_size, steps, True)
         sides[f"in all {world_size}"] = side(world_size, epoch_speed, data, share, steps, True)
-        if device.type == "cpu":  # with GPUs, share_cores leaves the scheduling as it is
+        if device.type == "cpu":  # with GPUs, the scheduling stays as it is
             sides[f"usual {world_size}"] = side(
                 world_size, epoch_speed, data, batch_size, steps, True, batch=False)
         sides[f"strangers {world_size}"] = side(

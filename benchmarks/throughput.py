@@ -34,7 +34,6 @@ from parts.common import (
     process_group,
     run_ranks,
     seconds,
-    share_cores,
     spread,
 )
 from torch.nn.functional import cross_entropy
@@ -134,7 +133,6 @@ def limit_epochs(batches, device):
 def measure(rank, world_size, store, folder, images, batch_sizes, workers, variants, rounds):
     """Return {batch size: {side: [images/s of each round]}}; on one rank, also without DDP."""
     device, backend = SCRIPT.pick_device(rank)
-    share_cores(world_size)
     # Made here, as 02 does, and not sent. It leaves the C library with room that it keeps: without
     # that, memory went back to the system in each step, and steps of 512 took twice as long.
     train_set = TensorDataset(*SCRIPT.generate_data(images))

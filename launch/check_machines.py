@@ -280,7 +280,7 @@ def ring_sum(tensor):
 def measure_bandwidth(device):
     """Print the bus bandwidth of an all_reduce: the bytes that each rank sends per second."""
     # 16 MiB of integers, as their sum is exact. (NVLink and InfiniBand may need more to be at full
-    # speed, which was not tried: 04_collectives.py --bench measures up to 64 MiB.)
+    # speed, which was not tried: benchmarks/collectives.py measures up to 64 MiB.)
     numbers = torch.arange(4 * 2**20, dtype=torch.int32, device=device) % 1000
     world_size, times = dist.get_world_size(), []
     for _ in range(6):

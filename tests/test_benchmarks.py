@@ -20,6 +20,7 @@ SMALLEST = {
     "throughput": ["--rounds=1", "--images=256", "--batch-sizes=64"],
     "scaling": ["--rounds=1", "--ranks", 1, 2, "--batch-size=32", "--steps=4"],
     "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=256", "--batch-size=4"],
+    "collectives": ["--rounds=1", "--sizes", 4096, 2**20],
     "network": ["--rounds=1", "--batches=2", "--layers=2", "--width=64", "--rows=8", "--rates",
                 "500mbit", "--machines", 1, 2, 4],
     "recovery": ["--rounds=1", "--megabytes", 0.1, 1],
@@ -81,6 +82,7 @@ def test_the_results_shown_are_those_measured(benchmark):
             "throughput": [result["device"]],
             "scaling": [settings.get("batch size"), settings.get("cores or GPUs")],
             "ddp_anatomy": [settings.get("parameters")],
+            "collectives": [settings.get("ranks")],
             "network": [settings.get("bytes")],
         }.get(result["benchmark"], [])
         expected = [{"title": title, "columns": list(columns), "rows": rows}

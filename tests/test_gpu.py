@@ -154,6 +154,7 @@ def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path, started):
     ("recovery", ("--rounds", 1, "--megabytes", 10)),
     ("scaling", ("--rounds", 1, "--steps", 5)),
     ("ddp_anatomy", ("--rounds", 1)),
+    ("collectives", ("--rounds", 1)),
 ])
 def test_a_benchmark(tmp_path, figures, name, arguments):
     """Each at its smallest. throughput replays a step as a CUDA graph."""
@@ -165,13 +166,10 @@ def test_a_benchmark(tmp_path, figures, name, arguments):
     figures[f"benchmarks/{name}.py"] = result.output.splitlines()
 
 
-def test_all_collectives(two_gpus, torchrun, figures):
+def test_all_collectives(two_gpus, torchrun):
     result = torchrun(COLLECTIVES)
     assert result.status == 0, result.output
-    assert "18 of 18 sections passed their checks" in result.output
-    result = torchrun(COLLECTIVES, "--bench")
-    assert result.status == 0, result.output
-    figures["04 --bench"] = result.lines(0)
+    assert re.search(r"18 sections passed their checks on \d+ ranks, by nccl", result.output)
 
 
 def test_a_model_on_two_gpus(two_gpus, torchrun, figures, gpus):

@@ -54,6 +54,7 @@ def run_ranks(function, world_size, *args):
 def _rank(rank, world_size, port, path, function, args):
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "WORLD_SIZE": str(world_size)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: private
+    share_cores(world_size)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     result = function(rank, world_size, store, *args)
     if rank == 0:
@@ -73,17 +74,10 @@ def process_group(backend, store, name, rank, world_size):
 def find_gpus(least=1):
     """Return (how many GPUs the scripts can use, "cuda" or such), or (0, "cpu") if below least."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.get_default_backend_for_device(gpu or "cpu")
+    # For Apple's GPUs torch names Gloo, which cannot send their tensors.
+    backend = dist.Backend.default_device_backend_map.get(gpu.type, "gloo") if gpu else "gloo"
     count = torch.accelerator.device_count() if backend != "gloo" else 0
-    return (count, gpu.type) if count >= max(least, 1) else (0, "cpu")
-
-
-def share_cores(ranks):
-    """Divide this machine's cores among so many ranks; on Linux, run as a batch job, as 02 does."""
-    torch.set_num_threads(max(1, count_cores() // ranks))
-    if not find_gpus()[0]:
-        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    return (0, "cpu") if count < least else (count, gpu.type)
 
 
 def seconds(call, device):
@@ -184,6 +178,14 @@ def finish(name, args, device, settings, figures, tables):
         print(f"no picture: {error}; pip install -r requirements-dev.txt", file=sys.stderr)
     else:
         plot.draw(path)
+
+
+def share_cores(processes, policy="SCHED_BATCH"):
+    """Divide this machine's cores among its processes, which Linux schedules by that policy."""
+    torch.set_num_threads(max(1, count_cores() // processes))
+    if find_gpus() == (0, "cpu"):  # the scripts leave the scheduling as it is on GPUs
+        with contextlib.suppress(AttributeError, OSError):
+            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def count_cores():

@@ -170,6 +170,28 @@ def draw_ddp_anatomy(result):
     return {"-timeline": timeline}
 
 
+def draw_collectives(result):
+    tables = [table for table in result["tables"] if table["title"].endswith("ms of a call")]
+    titles = [table["title"].partition(",")[0] for table in tables]
+    figure, [left, right] = new_figure(2, 3.8)
+    styles = {"broadcast": (GREY, "v-"), "all_gather": (GREEN, "^-"),
+              "reduce_scatter": (YELLOW, "s-"), "all_reduce": (BLUE, "o-"),
+              "ring of 04": (ORANGE, "D:")}
+    for name, (colour, style) in styles.items():
+        rows = [row for table in tables for row in table["rows"] if row["operation"] == name]
+        middles, least, most = (column(rows, part) for part in ("ms", "least", "most"))
+        left.errorbar(titles, middles, distances(middles, least, most), fmt=style, color=colour,
+                      label=name, markersize=4, elinewidth=1)
+        right.plot(titles, column(rows, "bus, GB/s"), style, color=colour, markersize=4)
+    left.set_yscale("log")
+    left.set_title("ms of a call: median, least to most")
+    right.set_title("bus bandwidth, GB/s: of the medians")
+    for ax in (left, right):
+        ax.tick_params("x", labelrotation=45)
+    left.legend(frameon=False, fontsize=8)
+    return {"": figure}
+
+
 def draw_network(result):
     sweeps, axes = new_figure(3, 3.6)
     ddp, colours = result["figures"]["ddp"], (BLUE, GREEN, ORANGE, RED)
@@ -264,6 +286,7 @@ DRAW = {
     "throughput": draw_throughput,
     "scaling": draw_scaling,
     "ddp_anatomy": draw_ddp_anatomy,
+    "collectives": draw_collectives,
     "network": draw_network,
     "recovery": draw_recovery,
     "startup": draw_startup,

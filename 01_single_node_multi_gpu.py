@@ -67,8 +67,8 @@ def worker(rank, world_size, meeting_point, args):
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. DDP's threads could crash the exit: train has returned, so gc.collect() frees
-    # DDP. Then close the connections.
+    # Step 6: leave. train has returned, so gc.collect() frees DDP, which holds the group's threads:
+    # they could crash the exit. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -77,7 +77,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (twice): all ranks get equally many batches; what is left over is left out.
+    # drop_last (twice): leave out what cannot be shared equally; by default, items come twice.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
@@ -92,7 +92,7 @@ def train(device, args):
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
-    model = DDP(model, gradient_as_bucket_view=True)  # gradients live in the buckets: no copies
+    model = DDP(model, gradient_as_bucket_view=True)  # gradients become views of the buckets
     compare_gradients(model, *(part.to(device) for part in next(iter(loader))))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
@@ -153,7 +153,7 @@ def check_replicas(model):
     """Return the sha256 of the weights. Raise RuntimeError unless all ranks have the same."""
     sha256 = hashlib.sha256()
     for weights in model.parameters():
-        sha256.update(weights.detach().float().cpu().numpy())  # numpy has no bfloat16
+        sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
@@ -161,7 +161,6 @@ def check_replicas(model):
 
 
 # For the lesson only: delete this, and its call, if you put in a model of your own.
-@torch.backends.cudnn.flags(enabled=False)  # cuDNN's TF32 rounds too coarsely
 def compare_gradients(model, images, labels):
     """Compare DDP's gradient with the one that a single process computes on the whole batch."""
     def gradient(net, images, labels):
@@ -177,7 +176,7 @@ def compare_gradients(model, images, labels):
         error = (found - expected).abs().max() / expected.abs().max()  # of the largest entry
         dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the largest on any rank
         log(f"gradient {what}: differs from the whole batch's by {error:.1e}")
-    if not error < 1e-5:  # the last one, DDP's; in float32, rounding stays below
+    if not error < 1e-3:  # the last one, DDP's; rounding stays below, that of TF32, too
         raise RuntimeError("DDP's gradient is not that of the whole batch")
     model.zero_grad()
 
@@ -263,8 +262,8 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, all ranks")
     parser.add_argument("--data-dir", default="data", help="the folder of MNIST")
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
-    parser.add_argument("--nprocs", type=int, help="one per GPU; 2 on a CPU",
-                        default=torch.accelerator.device_count() or 2)
+    gpus = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
+    parser.add_argument("--nprocs", type=int, default=gpus or 2, help="one per GPU; 2 on a CPU")
     args = parser.parse_args()
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"cannot write into the folder of {args.checkpoint_path}")

@@ -18,8 +18,8 @@ let a process kill itself in epoch 3. torchrun restarts all, at most --max-resta
 Delete snapshot.pt, and run it without --crash-epoch 3: the sha256 is the same (on GPUs, it may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
 
-New here: torchrun starts the processes (main); a snapshot (save, load, resume); equal bits after a
-crash (settle_buckets). For a real job, begin in template/. Next: 04 (03 is for several machines).
+New here: torchrun starts the processes (main); a snapshot (save, resume); equal bits after a crash
+(settle_buckets). For a real job, begin in template/. Next: 04 (03 is for several machines).
 """
 
 import argparse
@@ -66,8 +66,8 @@ def main():
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. DDP's threads could crash the exit: train has returned, so gc.collect() frees
-    # DDP. Then close the connections.
+    # Step 6: leave. train has returned, so gc.collect() frees DDP, which holds the group's threads:
+    # they could crash the exit. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -77,7 +77,7 @@ def train(device, args):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (twice): all ranks get equally many batches; what is left over is left out.
+    # drop_last (twice): leave out what cannot be shared equally; by default, items come twice.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
@@ -89,14 +89,13 @@ def train(device, args):
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
-    first_epoch = 1
-    if snapshot := load(args.snapshot_path):
-        first_epoch = resume(snapshot, model, optimizer)
+    first_epoch = resume(args.snapshot_path, model, optimizer)
+    if first_epoch > 1:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} at epoch {first_epoch}")
     model = DDP(model, gradient_as_bucket_view=True)
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Step 5: train. No random state is saved: all that is random follows from the seed given here.
+    # Step 5: train. No random state is saved: what torch draws follows from the seed given here.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation: own by rank
@@ -164,21 +163,19 @@ def save(state, path):
     os.replace(f"{path}.tmp", path)
 
 
-def load(path):
-    """Return the snapshot at path, or None if there is none."""
-    # weights_only: an ordinary pickle can run any code. "cpu": otherwise all ranks load the tensors
-    # onto the GPU that they were saved from.
+def resume(path, model, optimizer):
+    """Load the snapshot at path, if there is one; return the epoch to go on with."""
+    if not os.path.exists(path):
+        return 1
     try:
-        return torch.load(path, "cpu", weights_only=True) if os.path.exists(path) else None
+        # weights_only: an ordinary pickle can run any code. map_location: otherwise all ranks load
+        # the tensors onto the GPU that they were saved from.
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+        return snapshot["next_epoch"]
     except Exception as error:  # a damaged file can raise almost anything
         sys.exit(f"cannot go on from {path}: {error}\nTo start anew, move it away.")
-
-
-def resume(snapshot, model, optimizer):
-    """Load the snapshot; return the epoch to go on with."""
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["next_epoch"]
 
 
 def settle_buckets(model, images):
@@ -195,7 +192,7 @@ def check_replicas(model):
     """Return the sha256 of the weights. Raise RuntimeError unless all ranks have the same."""
     sha256 = hashlib.sha256()
     for weights in model.parameters():
-        sha256.update(weights.detach().float().cpu().numpy())  # numpy has no bfloat16
+        sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")

@@ -70,8 +70,8 @@ def main():
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. DDP's threads could crash the exit: train has returned, so gc.collect() frees
-    # DDP. Then close the connections.
+    # Step 6: leave. train has returned, so gc.collect() frees DDP, which holds the group's threads:
+    # they could crash the exit. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -90,7 +90,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (twice): all ranks get equally many batches; what is left over is left out.
+    # drop_last (twice): leave out what cannot be shared equally; by default, items come twice.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
@@ -106,16 +106,13 @@ def train(device, args):
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
-    first_epoch = 1
-    if snapshot := take_newest(load(args.snapshot_path)):  # New in 03
-        first_epoch = resume(snapshot, model, optimizer)
-        if os.environ["LOCAL_RANK"] == "0":
-            save(snapshot, args.snapshot_path)  # New in 03: now each machine has it
+    first_epoch = resume(args.snapshot_path, model, optimizer)
+    if first_epoch > 1:
         log(f"resumed from {args.snapshot_path} at epoch {first_epoch}")
     model = DDP(model, gradient_as_bucket_view=True)
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Step 5: train. No random state is saved: all that is random follows from the seed given here.
+    # Step 5: train. No random state is saved: what torch draws follows from the seed given here.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation: own by rank
@@ -183,30 +180,37 @@ def save(state, path):
     os.replace(temporary, path)
 
 
-def load(path):
-    """Return the snapshot at path, or None if there is none."""
-    # weights_only: an ordinary pickle can run any code. "cpu": otherwise all ranks load the tensors
-    # onto the GPU that they were saved from.
+def resume(path, model, optimizer):
+    """Load the newest snapshot, if a machine has one; return the epoch to go on with."""
+    snapshot = take_newest(path)  # New in 03
+    if snapshot is None:
+        return 1
     try:
-        return torch.load(path, "cpu", weights_only=True) if os.path.exists(path) else None
-    except Exception as error:  # a damaged file can raise almost anything
+        model.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+    except Exception as error:  # it may be of another model
         sys.exit(f"cannot go on from {path}: {error}\nTo start anew, move it away.")
+    if os.environ["LOCAL_RANK"] == "0":
+        save(snapshot, path)  # New in 03: now each machine has it
+    return snapshot["next_epoch"]
 
 
 # New in 03: a machine that comes back has an old snapshot, or none.
-def take_newest(mine):
-    """Return the newest of the snapshots that the ranks have loaded; None if nobody has one."""
-    epochs = gathered(mine["next_epoch"] if mine else 1)
+def take_newest(path):
+    """Return the newest of the snapshots that the ranks find at path; None if nobody has one."""
+    mine, epoch = None, 1
+    try:
+        if os.path.exists(path):
+            # weights_only: an ordinary pickle can run any code. map_location: otherwise all ranks
+            # load the tensors onto the GPU that they were saved from.
+            mine = torch.load(path, map_location="cpu", weights_only=True)
+            epoch = mine["next_epoch"]
+    except Exception as error:  # a damaged file can raise almost anything
+        sys.exit(f"cannot go on from {path}: {error}\nTo start anew, move it away.")
+    epochs = gathered(epoch)
     newest = [mine]  # sent even if the epochs agree: those may be of different runs
     dist.broadcast_object_list(newest, src=epochs.index(max(epochs)))
     return newest[0]
-
-
-def resume(snapshot, model, optimizer):
-    """Load the snapshot; return the epoch to go on with."""
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["next_epoch"]
 
 
 def settle_buckets(model, images):
@@ -223,7 +227,7 @@ def check_replicas(model):
     """Return the sha256 of the weights. Raise RuntimeError unless all ranks have the same."""
     sha256 = hashlib.sha256()
     for weights in model.parameters():
-        sha256.update(weights.detach().float().cpu().numpy())  # numpy has no bfloat16
+        sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
@@ -314,11 +318,12 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=600, help="wait for others, in seconds")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    if not {"RANK", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        parser.error("put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun to restart")
+        parser.error("for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
+                     " --rdzv-backend=c10d ...")
     if not os.access(os.path.dirname(args.snapshot_path) or ".", os.W_OK):
         parser.error(f"cannot write into the folder of {args.snapshot_path}")
     share = args.batch_size // int(os.environ["WORLD_SIZE"])

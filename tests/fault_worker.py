@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 
-LOADING = "load", "resume", "load_snapshot"  # whichever the script has
+LOADING = "resume", "load_snapshot"  # whichever the script has
 
 
 def place_of(moment, script):

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from snapshots import pickle_in_an_archive, plain_pickle
 from support import (
     ROOT,
@@ -125,25 +126,40 @@ def test_all_is_on_the_disk_before_the_old_file_goes(tmp_path, monkeypatch, name
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_bad_snapshot_is_refused_by_name_and_stays(tmp_path, monkeypatch, capsys, name):
-    """Cut at any length, or a pickle that would run code."""
+    """Cut at any length, of another model, without a model, or a pickle that would run code."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     script, path = runpy.run_path(str(ROOT / name)), tmp_path / "snapshot.pt"
-    torch.save({"model": script["Net"]().state_dict(), "next_epoch": 2}, path)
+    model = script["Net"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "next_epoch": 2}
+    torch.save(state, path)
     content = path.read_bytes()
-    assert script["load"]("snapshot.pt")["next_epoch"] == 2 and script["load"]("none.pt") is None
 
     def cut(length):
         return lambda path, good: path.write_bytes(good[:length])
 
-    cuts = [cut(length) for length in range(0, len(content), len(content) // 15)]
-    for spoil in (plain_pickle, pickle_in_an_archive, *cuts):
-        path.write_bytes(content)
-        spoil(path, content)
-        before = path.read_bytes()
-        with pytest.raises(SystemExit, match="cannot go on from snapshot.pt: "):
-            script["load"]("snapshot.pt")
-        assert path.read_bytes() == before
-        assert files(tmp_path) == ["snapshot.pt"], "code in the pickle was executed"
+    def other(**parts):
+        return lambda path, good: torch.save({**state, **parts}, path)
+
+    bad = [cut(length) for length in range(0, len(content), len(content) // 15)]
+    bad += [plain_pickle, pickle_in_an_archive, other(model={}), other(optimizer=None)]
+    bad += [lambda path, good: torch.save({}, path),
+            lambda path, good: torch.save(torch.ones(3), path)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert script["resume"]("none.pt", model, optimizer) == 1
+        assert script["resume"]("snapshot.pt", model, optimizer) == 2
+        for spoil in bad:
+            path.write_bytes(content)
+            spoil(path, content)
+            before = path.read_bytes()
+            with pytest.raises(SystemExit, match="cannot go on from snapshot.pt: "):
+                script["resume"]("snapshot.pt", model, optimizer)
+            assert path.read_bytes() == before
+            assert files(tmp_path) == ["snapshot.pt"], "code in the pickle was executed"
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- Wrong calls ----

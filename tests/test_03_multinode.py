@@ -106,7 +106,7 @@ def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
     (tmp_path / "disk1/digits").symlink_to(mnist_dir)
     result = apart(tmp_path, 1, "--data-dir", "digits")
     assert result.status == 1, result.output
-    assert "the machines have different data: [('node1', 'images of MNIST')" in result.output
+    assert "the machines have different data: [('node1', 'images of MNIST', " in result.output
     assert "('node2', 'generated images" in result.output
     assert files(tmp_path / "disk1") == ["digits"]
 
@@ -131,7 +131,7 @@ def test_a_wrong_start_ends_in_words(tmp_path):
              "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for arguments, env, message in (
         ([], {}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
-        ([], asked, "put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun"),
+        ([], asked, "for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend"),
         (["--timeout", 0], asked | {"TORCHELASTIC_MAX_RESTARTS": "0"}, "must be 1 or more"),
     ):
         result = fork(SCRIPT, *arguments, cwd=tmp_path, env=env)

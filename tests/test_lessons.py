@@ -20,7 +20,7 @@ BY_LINE = {
 CHANGED = {("01", "02"): 190, ("02", "03"): 150}  # lines of the diff, at most
 # What two neighbours have in common is the same to the byte; but for these, as they differ by what
 # the lesson is about.
-OWN = {"main", "train", "parse_args", "save"}
+OWN = {"main", "train", "parse_args", "save", "resume"}
 
 
 @pytest.mark.parametrize("number", LIMITS)

@@ -124,9 +124,12 @@ def swap_in_lesson(script):
         call = re.search(r"    compare_gradients\(.*\n", text)[0]
         mine = MINE.replace("= SETTLES = False", ", SETTLES = True, False")
         return swap | {call: "", "\nSEED = 0\n": mine}
-    load = "first_epoch = resume(snapshot, model, optimizer)"
+    load = 'optimizer.load_state_dict(snapshot["optimizer"])'
     return swap | SCHEDULE | {
         load: f'{load}\n        schedule.load_state_dict(snapshot["schedule"])',
+        "resume(args.snapshot_path, model, optimizer)":
+            "resume(args.snapshot_path, model, optimizer, schedule)",
+        "def resume(path, model, optimizer)": "def resume(path, model, optimizer, schedule)",
         "\nSEED = 0\n": MINE.replace("SETTLES = False", "SETTLES = True")}
 
 

@@ -12,16 +12,16 @@ Both cut a batch into micro-batches: while one half of the model computes one of
 half computes the next. DDP trains replicas (copies) of the split model, as in 01. You see that they
 end with the weights of the unsplit model:
 
-    [rank 0/4] replica 0   rank 0  <-> rank 1
-    [rank 0/4] replica 1   rank 2  <-> rank 3
+    [rank 0/4] replica 0: stage 0 is rank 0 <-> stage 1 is rank 1
+    [rank 0/4] replica 1: stage 0 is rank 2 <-> stage 1 is rank 3
     [rank 0/4] stage 0 |00.11.........aaaaaaa222222bbbb33......cccccccc............ddddddddddd|
     [rank 0/4] stage 1 |.....0000aaaaa....11bbbbbb........22ccc...333ddddddddddd..............|
-    [rank 0/4] 1F1B: idle 44%; stage 0 kept the activations of 2 micro-batches at most
-    [rank 0/4] weights off by 4.2e-07 from those of the unsplit model
-    [rank 0/4] 2 replicas of the model are identical, sha256 e7c69206c97e
+    [rank 0/4] 1F1B: idle 44%, the bubble alone 20%; stage 0 kept the activations of 2 micro-batches
+    [rank 0/4] against the unsplit model: weights off by 7.9e-07 of their largest change
 
 Time goes to the right. 0 to 3: the forward passes of 4 micro-batches; a to d: their backward
-passes; a dot: idle. Read 01 and 02 before. Next: exercises/16_pipeline.py, a pipeline by hand.
+passes; a dot: idle, here also because 4 processes share 2 cores. Read 01 and 02 before. Next:
+exercises/16_pipeline.py, a pipeline by hand. For a model of your own: docs/which_parallelism.md.
 """
 
 import argparse
@@ -64,12 +64,12 @@ def main():
     if args.mode == "all" and device.type != "cpu":
         raise SystemExit("on GPUs, choose --mode devices (two a process) or --mode pipeline (one)")
 
-    # Step 2: meet. device_id binds the processes' group to one GPU each: right for a stage, wrong
-    # for a process that drives two, as DDP exchanges gradients on both.
+    # Step 2: meet. device_id names the one GPU on which a process exchanges tensors. A process that
+    # drives two leaves it out: DDP exchanges gradients on both.
     if args.mode == "devices":
-        os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # torch 2.15's new NCCL code always binds
-    bound = args.mode == "pipeline" and device.type != "cpu"
-    dist.init_process_group(backend, device_id=device if bound else None)
+        os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # torch 2.15's new NCCL code takes one GPU only
+    one_gpu = args.mode == "pipeline" and device.type != "cpu"
+    dist.init_process_group(backend, device_id=device if one_gpu else None)
 
     if args.mode != "pipeline":
         train_devices(device, args)  # steps 3, 4 and 5
@@ -87,6 +87,7 @@ def main():
 def train_devices(device, args):
     """First way: one process drives two devices, and is one replica."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    # On a CPU, both halves are on the same device: that shows how it is done, and gains nothing.
     second_device = device if device.type == "cpu" else torch.device(device.type, device.index + 1)
     log("== devices: each rank is a replica, one process that drives two devices")
     log(f"first half on {device}, second half on {second_device}", every_rank=True)
@@ -94,8 +95,8 @@ def train_devices(device, args):
     # Step 3: share the data. Each rank trains on a share of its own of every batch.
     data = load_data()  # your data
 
-    # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. (DDP's
-    # argument device_ids is for a model on one device.)
+    # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. Do not give it
+    # device_ids, as other guides do: that is for a model on one device.
     split = TwoDevices(make_model(), device, second_device, args.microbatches)  # your model
     model = DDP(split, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model.parameters())
@@ -132,8 +133,8 @@ class TwoDevices(nn.Module):
         # piece, each GPU would be idle while the other computes.
         outputs = []
         for chunk in inputs.tensor_split(self.microbatches):
-            between = self.first(chunk).to(self.second_device)  # its gradient comes back alike
-            outputs.append(self.second(between))
+            middle = self.first(chunk).to(self.second_device)  # backward() copies its gradient back
+            outputs.append(self.second(middle))
         return torch.cat(outputs)
 
 
@@ -143,16 +144,19 @@ def make_mesh(device):
     # parallel: the stages of a replica) is a process group of its own.
     replicas = dist.get_world_size() // STAGES
     mesh = init_device_mesh(device.type, (replicas, STAGES), mesh_dim_names=("dp", "pp"))
-    log("== pipeline: each rank is a stage. Activations go right, gradients left")
+    log("== pipeline: each rank is a stage. Activations go right, and gradients left")
     for replica, ranks in enumerate(mesh.mesh.tolist()):
-        log(f"replica {replica}   " + " <-> ".join(f"rank {rank:<2}" for rank in ranks).rstrip())
+        stages = (f"stage {index} is rank {rank}" for index, rank in enumerate(ranks))
+        log(f"replica {replica}: {' <-> '.join(stages)}")
     return mesh
 
 
 def train_pipeline(schedule_class, mesh, device, args):
     """Second way: one process for each stage; the stages of a row are one replica."""
-    replica, stage_index = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")  # row and column
+    replica, stage_index = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")  # its row, column
     replicas = mesh.size(0)
+    name = schedule_class.__name__.removeprefix("Schedule")
+    log(f"== pipeline, {name}")
 
     # Step 3: share the data. By replica, not by rank: the stages of a replica need the same share.
     data = load_data()  # your data
@@ -164,7 +168,7 @@ def train_pipeline(schedule_class, mesh, device, args):
     layers = whole[begin:end].to(device)
     model = DDP(layers, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
     for _ in range(2):  # without this, the second step fails: pitfalls/ddp_around_a_stage.py
-        model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # what your stage takes
+        model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # any input of its kind
     optimizer = make_optimizer(model.parameters())
 
     # The schedule is the order in which a stage computes. GPipe: all forward passes, then all
@@ -173,8 +177,9 @@ def train_pipeline(schedule_class, mesh, device, args):
     stage = TimedStage(model, stage_index, STAGES, device, group=mesh.get_group("pp"))
     schedule = schedule_class(stage, args.microbatches, loss_fn=cross_entropy)  # your loss
 
-    # Step 5: train. schedule.step runs the forward and backward passes of all micro-batches, and
-    # averages their gradients. In the last backward pass, DDP averages these over the replicas.
+    # Step 5: train. schedule.step runs the forward and backward passes of all micro-batches, sends
+    # activations and gradients to the other stages, and averages the gradients of the weights. In
+    # the last backward pass, DDP averages these over the replicas.
     for epoch in range(1, args.epochs + 1):
         losses, step_losses = [], []
         for inputs, labels in batches(data, epoch, replica, replicas):
@@ -189,7 +194,7 @@ def train_pipeline(schedule_class, mesh, device, args):
             losses += step_losses
         report(epoch, args, losses, replicas)
 
-    draw(schedule_class.__name__.removeprefix("Schedule"), stage.spans, args.microbatches)
+    draw(name, stage.spans, args.microbatches)
     show_memory(gathered(mib(model, optimizer))[:STAGES])
     compare_with_unsplit(model, STAGES, args)
 
@@ -204,11 +209,11 @@ def report(epoch, args, losses, replicas):
 
 
 class TimedStage(PipelineStage):
-    """A PipelineStage that notes what it computes when, in spans: (mark, start, end)."""
+    """A PipelineStage that notes when it computes which chunk (micro-batch)."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.spans = []
+        self.spans = []  # (stage, mark of the pass, start, end)
 
     def forward_one_chunk(self, chunk, *args, **kwargs):
         with self.noted("0123456789"[chunk % 10]):
@@ -224,7 +229,7 @@ class TimedStage(PipelineStage):
         start = time.time()
         yield
         self.finish()
-        self.spans.append((mark, start, time.time()))
+        self.spans.append((self.stage_index, mark, start, time.time()))
 
     def finish(self):
         if self.device.type != "cpu":  # Python waits for the GPU here, as PipelineStage does not
@@ -234,25 +239,27 @@ class TimedStage(PipelineStage):
 def draw(name, spans, microbatches, columns=70):
     """Draw the shortest of all steps: when did each stage of replica 0 compute what?"""
     def duration(step):
-        starts, ends = zip(*[times for spans in step for _, *times in spans], strict=True)
-        return max(ends) - min(starts)
+        return max(end for *_, end in step) - min(start for *_, start, _ in step)
 
-    size = 2 * microbatches  # a forward and a backward pass of each are a step
+    size = 2 * microbatches  # spans of a step: a forward and a backward pass of each
     stages = gathered([spans[i : i + size] for i in range(0, len(spans), size)])[:STAGES]
-    step = min(zip(*stages, strict=True), key=duration)
-    begin = min(start for spans in step for _, start, _ in spans)
-    for index, stage_spans in enumerate(step):
-        line = ["."] * columns
-        for mark, *times in stage_spans:
-            first, last = (round((t - begin) / duration(step) * columns) for t in times)
-            line[first:last] = mark * (last - first)
+    steps = [[*itertools.chain(*parts)] for parts in zip(*stages, strict=True)]
+    step = min(steps, key=duration)
+    begin, total = min(start for *_, start, _ in step), duration(step)
+    lines = [["."] * columns for _ in range(STAGES)]
+    for index, mark, start, end in step:
+        first, last = (round((t - begin) / total * columns) for t in (start, end))
+        lines[index][first:last] = mark * (last - first)
+    for index, line in enumerate(lines):
         log(f"stage {index} |{''.join(line)}|")
 
     # Even with equal passes and no time for messages, a pipeline idles while it fills and empties:
     # p - 1 of m + p - 1 turns, for p stages and m micro-batches. This is its bubble.
-    busy = sum(end - start for spans in step for _, start, end in spans)
-    idle, bubble = 1 - busy / (STAGES * duration(step)), (STAGES - 1) / (microbatches + STAGES - 1)
-    kept = max(itertools.accumulate(1 if mark.isdigit() else -1 for mark, *_ in step[0]))
+    idle = 1 - sum(end - start for *_, start, end in step) / (STAGES * total)
+    bubble = (STAGES - 1) / (microbatches + STAGES - 1)
+    # A forward pass leaves activations in memory, and the backward pass frees them.
+    changes = (1 if mark.isdigit() else -1 for index, mark, *_ in step if index == 0)
+    kept = max(itertools.accumulate(changes))
     log(f"{name}: idle {idle:.0%}, the bubble alone {bubble:.0%}; stage 0 kept the activations of"
         f" {kept} micro-batches")
 
@@ -264,23 +271,28 @@ def mib(layers, optimizer):
 
 
 def show_memory(parts):
-    log(" + ".join(f"{part:.1f}" for part in parts) + " MiB of weights, gradients and momentum")
+    """parts: the MiB of each part of the model."""
+    held = " + ".join(f"{part:.1f}" for part in parts)
+    log(f"the parts hold {held} MiB of weights, gradients and momentum")
 
 
-def compare_with_unsplit(model, stages, args):
+def compare_with_unsplit(model, ranks_a_replica, args):
     """Raise RuntimeError unless all replicas have the weights that the unsplit model trains to."""
-    parts = gathered(vector(model))  # of each rank; the stages of a replica follow each other
-    replicas = [torch.cat(parts[i : i + stages]) for i in range(0, len(parts), stages)]
-    digests = [hashlib.sha256(weights.numpy()).hexdigest()[:12] for weights in replicas]
+    weights = gathered(vector(model))  # of each rank; the stages of a replica follow each other
+    if dist.get_rank() > 0:
+        return  # rank 0 compares: there is no collective below
+    firsts = range(0, len(weights), ranks_a_replica)
+    replicas = [torch.cat(weights[first : first + ranks_a_replica]) for first in firsts]
+    digests = [hashlib.sha256(replica.numpy()).hexdigest()[:12] for replica in replicas]
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
-    if dist.get_rank() == 0:  # no collective in here
-        before, after = train_unsplit(args.epochs)
-        off = ((replicas[0] - after).abs().max() / (after - before).abs().max()).item()
-        log(f"weights off by {off:.1e} of the largest change, against the unsplit model")
-        if not off < 1e-5:  # in float32, rounding stays below that
-            raise RuntimeError("the split model does not train as the unsplit one does")
-    log(f"{len(replicas)} replicas of the model are identical, sha256 {digests[0]}")
+    before, after = train_unsplit(args.epochs)
+    off = ((replicas[0] - after).abs().max() / (after - before).abs().max()).item()
+    if not off < 1e-5:  # in float32, rounding stays below that
+        raise RuntimeError(f"the unsplit model trains to other weights: off by {off:.1e}")
+    log(f"against the unsplit model: weights off by {off:.1e} of their largest change")
+    if len(replicas) > 1:
+        log(f"{len(replicas)} replicas of the model are identical, sha256 {digests[0]}")
 
 
 @functools.cache

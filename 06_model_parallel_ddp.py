@@ -93,7 +93,7 @@ def train_devices(device, args):
     log(f"first half on {device}, second half on {second_device}", every_rank=True)
 
     # Step 3: share the data. Each rank trains on a share of its own of every batch.
-    data = load_data()  # your data
+    data = make_data()  # your data
 
     # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. Do not give it
     # device_ids, as other guides do: that is for a model on one device.
@@ -159,7 +159,7 @@ def train_pipeline(schedule_class, mesh, device, args):
     log(f"== pipeline, {name}")
 
     # Step 3: share the data. By replica, not by rank: the stages of a replica need the same share.
-    data = load_data()  # your data
+    data = make_data()  # your data
 
     # Step 4: build the model, and wrap it. Each rank keeps the layers of its stage. DDP gets the
     # group of its column, and averages gradients over the replicas of this stage.
@@ -298,7 +298,7 @@ def compare_with_unsplit(model, ranks_a_replica, args):
 @functools.cache
 def train_unsplit(epochs):
     """Train the unsplit model in this process alone; return its weights before and after."""
-    model, data = make_model(), load_data()
+    model, data = make_model(), make_data()
     optimizer, before = make_optimizer(model.parameters()), vector(model)
     for epoch in range(1, epochs + 1):
         for inputs, labels in batches(data, epoch):
@@ -339,7 +339,7 @@ def make_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)  # your optimizer
 
 
-def load_data():
+def make_data():
     """Return inputs, float32 (1024, WIDTH), and labels, int64 (1024,): ten clouds of points."""
     generator = torch.Generator().manual_seed(SEED)  # all ranks must generate the same set
     labels = torch.randint(CLASSES, (1024,), generator=generator)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import shown
 import torch
-from support import fork, fork_ranks, numbers, pretend_one_gpu, variant
+from support import fork, fork_ranks, numbers, pretend_gpus, variant
 
 SCRIPT = "06_model_parallel_ddp.py"
 
@@ -84,7 +84,7 @@ ALONE, PAIR = partial(fork_ranks, world_size=1), fork_ranks
     (partial(fork_ranks, world_size=3), "", 2, "3 processes make no grid of 2 stages"),
     (PAIR, "--microbatches 3", 2, "a multiple of processes x micro-batches"),
     (ALONE, "0 --mode devices", 2, "must be 1 or more"),
-    (partial(PAIR, before=pretend_one_gpu), "", 1, "on GPUs, choose --mode devices"),
+    (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices"),
 ])
 def test_bad_calls_end_in_one_line(tmp_path, launch, call, status, message):
     result = launch(SCRIPT, *call.split(), cwd=tmp_path)

@@ -111,7 +111,7 @@ def train_devices(device, args):
             loss.backward()  # in here, DDP averages the gradients over the replicas
             optimizer.step()
             losses.append(loss.detach())
-        report(epoch, args, losses, world_size)
+        log_epoch(epoch, args, losses, world_size)
 
     show_memory([mib(split.first, optimizer), mib(split.second, optimizer)])
     compare_with_unsplit(model, 1, args)
@@ -192,14 +192,14 @@ def train_pipeline(schedule_class, mesh, device, args):
                 schedule.step(target=labels.to(device), losses=step_losses)
             optimizer.step()  # schedule.step, despite its name, changes no weights
             losses += step_losses
-        report(epoch, args, losses, replicas)
+        log_epoch(epoch, args, losses, replicas)
 
     draw(name, stage.spans, args.microbatches)
     show_memory(gathered(mib(model, optimizer))[:STAGES])
     compare_with_unsplit(model, STAGES, args)
 
 
-def report(epoch, args, losses, replicas):
+def log_epoch(epoch, args, losses, replicas):
     """Log the mean loss. Only the last stage of a replica has losses: the others add 0."""
     loss = sum(gathered(torch.stack(losses).mean().item() if losses else 0)) / replicas
     log(f"epoch {epoch}/{args.epochs} | loss {loss:.4f}")

@@ -42,12 +42,12 @@ def fixed(stage):
 
 def main(cure):
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
-    train_two_steps((fixed if cure else broken)(torch.nn.Linear(1, 1)), cure)
+    run_two_steps((fixed if cure else broken)(torch.nn.Linear(1, 1)), cure)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()  # with Gloo: after an error, NCCL could wait here
 
 
-def train_two_steps(model, cure):
+def run_two_steps(model, cure):
     # Each rank is a replica: a pipeline of one stage, in a process group of its own.
     groups = [dist.new_group([rank]) for rank in (0, 1)]
     stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=groups[dist.get_rank()])

@@ -225,15 +225,14 @@ class TimedStage(PipelineStage):
 
     @contextlib.contextmanager
     def noted(self, mark):
-        self.finish()
-        start = time.time()
+        start = self.now()
         yield
-        self.finish()
-        self.spans.append((self.stage_index, mark, start, time.time()))
+        self.spans.append((self.stage_index, mark, start, self.now()))
 
-    def finish(self):
-        if self.device.type != "cpu":  # Python waits for the GPU here, as PipelineStage does not
+    def now(self):
+        if self.device.type != "cpu":  # here Python waits for the GPU, as PipelineStage does not
             torch.accelerator.current_stream(self.device).synchronize()
+        return time.time()
 
 
 def draw(name, spans, microbatches, columns=70):

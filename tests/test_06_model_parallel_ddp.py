@@ -44,6 +44,8 @@ def test_both_ways_train_alike_and_show_what_the_pages_show(tmp_path):
     assert not shown.missing("06_model_parallel_ddp.txt", result, exact="<->|MiB")
     losses = [float(loss) for (loss,) in numbers(r"epoch \d/3 \| loss ([\d.]+)", result)]
     assert losses[:3] * 2 == pytest.approx(losses[3:], abs=2e-3) and losses[0] > 1 > losses[1]
+    off = numbers(r".* weights off by (\S+) of their largest change", result)
+    assert len(off) == 3 and all(1e-8 < float(figure) < 1e-5 for (figure,) in off), off  # rounding
     # GPipe: all forwards, then all backwards. 1F1B: as soon as one is through, in turns.
     assert_drawn(result, "0123abcd", "0123abcd", "01a2b3cd", "0a1b2c3d")
     assert numbers(r".* alone 20%; .* of (\d) micro-batches", result) == [("4",), ("2",)]
@@ -105,6 +107,7 @@ ALONE, PAIR = partial(fork_ranks, world_size=1), fork_ranks
     (fork, "", 2, "start it with: torchrun .*-node=4"),
     (partial(fork_ranks, world_size=3), "", 2, "3 processes make no grid of 2 stages"),
     (PAIR, "--microbatches 3", 2, "a multiple of processes x micro-batches"),
+    (ALONE, "--mode both", 2, "invalid choice: 'both'"),
     (ALONE, "0 --mode devices", 2, "must be 1 or more"),
     (partial(ALONE, before=partial(pretend_gpus, 0)), "--mode devices", 1, "a GPU of its own"),
     (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices"),

@@ -50,7 +50,7 @@ def job(protect, rate, path, pipe):
         epoch += 1
 
 
-def start_job(*args):
+def new_job(*args):
     """Return a function that lets a new job train epochs, and returns their numbers; 0 kills it."""
     context = multiprocessing.get_context("fork")
     ours, its = context.Pipe()
@@ -76,14 +76,14 @@ def main(cure):
     protect = fixed if cure else broken
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/snapshot.pt"
-        first = start_job(protect, 0.1, path)
+        first = new_job(protect, 0.1, path)
         of_a = first(2)
-        second = start_job(protect, 0.5, path)  # while A lives
+        second = new_job(protect, 0.5, path)  # while A lives
         of_b = second(3)
         of_a += first(1)
         of_b += second(1) if of_b != ["refused"] else []
         first(0), second(0)
-        again = start_job(protect, 0.1, path)
+        again = new_job(protect, 0.1, path)
         of_a += again(2)
         again(0)
         weight = torch.load(path)["weight"]

@@ -112,7 +112,7 @@ def test_mp_spawn_in_01(tmp_path):
     # Two GPUs a process: torch 2.15's new backend would bind the group to one of them.
     ("devices", 2, {"devices": [0, 2], "bound": False, "old": True}),
 ])
-def test_the_stages_of_a_model(tmp_path, mode, world_size, expected):
+def test_the_devices_of_06(tmp_path, mode, world_size, expected):
     result = fork_ranks("06_model_parallel_ddp.py", "--mode", mode, cwd=tmp_path,
                         world_size=world_size, before=partial(pretend, 4))
     check(result, **expected)

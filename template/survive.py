@@ -1,24 +1,10 @@
-"""What keeps a training job alive: copy it beside train.py. Nothing here needs a change.
+"""What keeps a training job alive. Copy it beside train.py; nothing here needs a change.
 
-Plain functions and one class, each of which can be taken alone. They call nothing of yours but
-state_dict() and load_state_dict(). In the order in which train.py meets them:
-
-    start, gathered, log, stop      join the job; speak; end it with one line
-    seed, seed_item, my_share       who draws what, and which items are whose
-    same_everywhere                 the same data on all machines
-    Snapshot                        what a kill must not cost: load() and save()
-    settled                         a resumed run adds up in the order of an unbroken one
-    leave_on_sigterm, obey_rank     go after the step, loader's workers included
-    same_buffers, compare_replicas  one model, not one for each rank
-    save, replacing                 other files, whole or not at all
-    leave                           end so that torchrun and Slurm see how
-
-"All ranks must call it": the ranks meet in it, so a rank that does not come lets the others wait.
+Plain functions and one class, in the order in which train.py meets them. They call nothing of yours
+but state_dict() and load_state_dict(). "All ranks call it": if one does not, the others wait.
 """
 
 import contextlib
-import copy
-import errno
 import fcntl
 import gc
 import hashlib
@@ -28,10 +14,8 @@ import multiprocessing
 import os
 import pathlib
 import random
-import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -40,35 +24,33 @@ import zipfile
 from datetime import timedelta
 
 LAUNCHER = os.getppid()  # torchrun, asked now: importing torch takes seconds
+SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all attempts
+NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # keep this: imported later, by DDP, it would keep the group open
-from torch import nn
-
-# ---- Join the job ----
 
 
 def start(timeout=600):
     """Join the job; return this process's torch.device, a GPU of its own or the CPU.
 
-    timeout: seconds that ranks wait for each other, in each exchange. It must be longer than a
-    save, a compilation, or the difference between their validations.
-
-    It starts under torchrun on one machine or several, under Slurm's srun, or by hand with RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT (where a machine has several processes: LOCAL_RANK and
-    LOCAL_WORLD_SIZE, too). Without it, restarted ranks look for dead ones at their old addresses,
-    and stand still (pytorch issue 135712); a rank outlives its torchrun and goes on writing; nobody
-    says which rank is missing. If the start fails, one line says why, with status 1 or 2.
+    timeout: seconds that ranks wait for each other in an exchange: more than a save takes. torchrun
+    has started it, on one machine or several; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    (LOCAL_RANK and LOCAL_WORLD_SIZE, too, where a machine has several processes). Without it:
+    restarted ranks look for the dead at their old addresses, and stand still (pytorch issue
+    135712); a rank outlives its torchrun, and writes on; nobody says which rank is missing. If the
+    start fails, one line says why (status 1 or 2).
     """
-    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
-        take_ranks_from_slurm()
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if under_torchrun:
-        exit_with_launcher()
+    def end_with_torchrun():
+        while os.getppid() == LAUNCHER:
+            time.sleep(0.5)
+        os._exit(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=end_with_torchrun, daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.setdefault("LOCAL_WORLD_SIZE", "1"))
@@ -76,58 +58,34 @@ def start(timeout=600):
     if one_machine:  # nobody else has to reach these processes: interface 1 is the loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
     device, backend = pick_device(local_rank)
-    # torchrun gives each rank one core (OMP_NUM_THREADS=1), unless you set the variable yourself.
-    given = os.environ.get("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(int(given) if given != "1" else max(1, cores() // local_world_size))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # 1 is torchrun's; more are yours
+    torch.set_num_threads(threads if threads > 1 else max(1, cores() // local_world_size))
 
-    attempt, timeout = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
+    # torchrun's store holds the addresses of the dead: so each attempt has its own prefix there.
+    # (Each machine counts its own attempts: several need new stores, see below.)
+    attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
     try:
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout,
-            is_master=rank == 0 and not shares_store(),  # else torchrun serves it
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit,
+            is_master=rank == 0 and not SHARED_STORE,  # else torchrun serves it
             wait_for_workers=False, multi_tenant=True)  # do not wait yet: roll_call does
-        if one_machine:  # between machines, attempts are not counted alike: see the note below
+        if one_machine:
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit,
             device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
     except Exception as error:  # names, store and connections raise different types
-        stop(explain(error, backend), status=1)
+        stop(explain(error), status=1)
 
-    uncaught = sys.excepthook
-    sys.excepthook = lambda *error: (uncaught(*error), name_the_stopped(error[1], store))
+    show = sys.excepthook
+    sys.excepthook = lambda *error: (show(*error), name_the_stopped(error[1], store))
     mine = f"{socket.gethostname()}, local rank {local_rank}, {device}, pid {os.getpid()}"
-    for number, line in enumerate(gathered(mine)):
-        log(f"attempt {attempt}, {backend}: rank {number} is on {line}")
-    if shares_store() and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-        log("note: a restart, or a machine that joins, will fail: set"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and use --rdzv-backend=c10d")
+    for number, place in enumerate(gathered(mine)):
+        log(f"attempt {attempt}, {backend}: rank {number} is on {place}")
+    if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        log(f"note: a restart, or a machine that joins, will fail: set {NEW_STORES}")
     return device
-
-
-def take_ranks_from_slurm():
-    """Set torchrun's variables from those of srun: one task for each process."""
-    get = os.environ.__getitem__
-    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", get("SLURM_STEP_TASKS_PER_NODE"))  # 2(x3),1
-    counts = [count for count, nodes in tasks for _ in range(int(nodes or 1))]
-    os.environ |= {"RANK": get("SLURM_PROCID"), "WORLD_SIZE": get("SLURM_STEP_NUM_TASKS"),
-                   "LOCAL_RANK": get("SLURM_LOCALID"),
-                   "LOCAL_WORLD_SIZE": counts[int(get("SLURM_NODEID"))]}
-    if "MASTER_ADDR" not in os.environ:  # the first node, where task 0 is
-        command = ["scontrol", "show", "hostnames", get("SLURM_STEP_NODELIST")]
-        os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(get("SLURM_JOB_ID")) % 10000))
-
-
-def exit_with_launcher():
-    """End this process when torchrun is gone."""
-    def watch():
-        while os.getppid() == LAUNCHER:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def pick_device(local_rank):
@@ -148,82 +106,60 @@ def pick_device(local_rank):
 
 
 def cores():
-    """Return how many cores this machine lets the job use: by its mask, or a container's quota."""
+    """Return how many cores the job may use here: by its mask, or by a container's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for names in ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]:  # cgroup v2, v1
-        with contextlib.suppress(OSError, ValueError):  # there is none
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
             texts = [pathlib.Path("/sys/fs/cgroup", name).read_text() for name in names]
             quota, period = map(int, " ".join(texts).split())
             count = min(count, max(1, quota // period)) if quota > 0 else count
     return count
 
 
-def shares_store():
-    """Return whether torchrun gives one store to all attempts of the job."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def roll_call(store, rank, world_size, timeout):
-    """Return when all ranks have come; stop if that takes too long, and name the missing ones."""
+    """Return when all ranks have come; stop (status 1) after the timeout, and name the missing."""
     store.set(f"rank {rank}", "here")
-    missing, deadline = [], time.monotonic() + timeout.total_seconds()
+    missing, deadline = [], time.monotonic() + timeout
     for number in range(world_size):
         try:  # (check() would ask without a limit, and the store may be gone, too)
             store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
         except dist.DistStoreError:
             missing.append(f"rank {number}")
     if missing:
-        stop(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s: look for an"
-             " error above, or for a process that hangs", status=1)
+        stop(f"{', '.join(missing)} did not come within {timeout:g} s: look for an error above, or"
+             " for a process that hangs", status=1)
 
 
-def explain(error, backend):
-    """Return one line: why the ranks do not find each other, the cure, and what torch said."""
-    said = str(error).strip().partition("\n")[0][:300]
-    host, machine = os.environ["MASTER_ADDR"], socket.gethostname()
-    cause = "run launch/check_machines.py on each machine: it finds out why"
-    own = ""
-    try:
-        socket.getaddrinfo(host, None)
-        own = socket.getaddrinfo(machine, None)[0][4][0]
-        if os.environ["RANK"] != "0" and isinstance(error, dist.DistNetworkError):
-            server = "torchrun" if shares_store() else "rank 0"
-            cause = (f"{server} serves the store on {host}, and does not answer: look for its"
-                     " error, or run launch/check_machines.py on each machine")
-    except OSError:
-        cause = (f"{machine} does not know the name {host}, or its own: put it into /etc/hosts, or"
-                 " start torchrun with --local-addr=ITS_ADDRESS")
-    if backend == "gloo" and own.startswith(("127.", "::1")) and "connectFullMesh" in str(error):
-        cause = (f"{machine} gives the others its address {own}, which they cannot reach: set"
+def explain(error):
+    """Return one line: the likeliest cause, its cure, and what torch said."""
+    server, said = "torchrun" if SHARED_STORE else "rank 0", repr(error)[:300]
+    cause = (f"look for an error of {server} on {os.environ['MASTER_ADDR']}, or run"
+             " launch/check_machines.py on each machine: it finds out why")
+    if "remote=[127." in said or "remote=[::1" in said:
+        cause = ("a machine gives the others an address that they cannot reach: set"
                  " GLOO_SOCKET_IFNAME to an interface that ip -br address shows")
-    if shares_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        cause = ("this is a restart, with a store that still holds the addresses of the dead: set"
-                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d")
-    return f"{cause} ({type(error).__name__}: {said})"
+    if SHARED_STORE and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        cause = f"a restart finds the addresses of the dead: set {NEW_STORES}"
+    return f"{cause} ({said})"
 
 
 def name_the_stopped(error, store):
     """After a timeout (of Gloo: NCCL's ends the process itself), print which ranks have stopped."""
-    rank, world_size = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
-    timed_out, absent = "timed out" in str(error).lower() or "timeout" in str(error), []
+    rank, world_size, absent = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), []
 
-    def ask():
+    def ask():  # in a thread, as set and check have no limit of their own
         with contextlib.suppress(dist.DistError):  # the store may be gone, too
             store.set(f"rank {rank} failed", "")
-            if timed_out:
-                time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
-                absent.extend(str(r) for r in range(world_size)
-                              if not store.check([f"rank {r} failed"]))
+            time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
+            absent.extend(r for r in range(world_size) if not store.check([f"rank {r} failed"]))
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(10)  # set and check have no limit of their own
-    if timed_out:
-        whom = "others, which wait elsewhere: compare the ranks' tracebacks"
+    asking.join(10)
+    if "timed out" in str(error).lower() or "timeout" in str(error):
+        whom = f"rank {', '.join(map(str, absent)) or '?'}: it has stopped, or waits elsewhere"
         if asking.is_alive():
             whom = "a store that does not answer: rank 0, or its machine, has stopped"
-        elif absent:
-            whom = f"rank {', '.join(absent)}: it has stopped, or is slower than the timeout"
         print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
 
 
@@ -242,7 +178,7 @@ def log(message, every_rank=False):
 
 def stop(message, status=2):
     """End this process with one line in place of a traceback: for errors that the user can mend."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
+    # Ranks mostly fail alike: local rank 0 says it, and torchrun then ends the others.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)  # a rank that is still alive after this was the only one to fail
     name = os.path.basename(sys.argv[0])
@@ -250,31 +186,27 @@ def stop(message, status=2):
     sys.exit(status)
 
 
-# ---- Who draws what, and which items are whose ----
-
-
 def seed(*numbers):
-    """Seed torch (GPUs, too), numpy and random from these numbers: other numbers, other draws.
+    """Seed torch (GPUs, too), numpy and random from these numbers and texts, however many.
 
-    Without it, a resumed run draws other dropout masks than an unbroken one. seed(SEED, step,
-    rank): other draws in each step and on each rank, and nothing about them needs saving. A
-    generator of your own does not follow: make it anew from torch.randint(2**62, ()).item().
+    Without it, a resumed run draws other dropout masks and augmentations than an unbroken one. With
+    it, nothing about random numbers needs saving: seed(SEED, step, rank) gives each step and rank
+    its own. A generator of your own does not follow: make it anew, from torch.randint(2**62, ()).
     """
     value = int(hashlib.sha256(repr(numbers).encode()).hexdigest()[:16], 16)
     random.seed(value)
     numpy.random.seed([value % 2**32, value >> 32])
-    torch.manual_seed(value)  # the workers of a DataLoader start from it, too
+    torch.manual_seed(value)
 
 
 def my_share(order, epoch, first, batch_size, micro_batches=1):
-    """Return this rank's micro-batches of one step, each a list of (epoch, place, item).
+    """Return this rank's part of one step: for each micro-batch, a list of (epoch, place, item).
 
-    order: the items of the epoch, a list or an integer tensor (N,), alike on all ranks; an item may
-    stand in it twice. The step takes batch_size of them, from place first on, for all ranks
-    together: so a step has the same items on any number of ranks, and a job goes on with more or
-    fewer. (DistributedSampler, started in mid-epoch with another number, repeats items and leaves
-    others out.) Shares may differ by one item if the ranks do not divide batch_size; none is empty
-    if batch_size is at least ranks x micro_batches.
+    order: the items of the epoch, a list or an integer tensor (N,), alike on all ranks. Of these,
+    the step takes batch_size, from place first on, for all ranks together. So it has the same items
+    on any number of ranks, and a job goes on with more or fewer. (DistributedSampler would repeat
+    items then, and leave others out.) Sizes may differ by one; batch_size must be at least ranks x
+    micro_batches.
     """
     places = range(first, first + batch_size)[dist.get_rank() :: dist.get_world_size()]
     cuts = [len(places) * i // micro_batches for i in range(micro_batches + 1)]
@@ -282,238 +214,166 @@ def my_share(order, epoch, first, batch_size, micro_batches=1):
             for cut, end in itertools.pairwise(cuts)]
 
 
-def seed_item(base, epoch, place, item):
-    """Seed what your Dataset draws for the item at this place of the epoch; return the item.
-
-    Call it in the process that reads the item. Without it, augmentation depends on which worker is
-    asked, and a resumed run has other images. By its place, not by its number: an item that an
-    epoch has twice (weighted sampling) is augmented in two ways.
-    """
-    seed(base, epoch, place, "item")
-    return item
-
-
-def same_everywhere(what, value):
-    """Stop (status 1) unless all ranks have an equal value. All ranks must call it.
-
-    what: its name, for the message. value: numbers, texts and tensors, in tuples, lists and dicts.
-    Each machine reads its own disk: without it, they may train on different data, and nothing fails.
-    """
-    found = dict(reversed([*zip(gathered(digest(value)), gathered(socket.gethostname()))]))
-    if len(found) > 1:
-        there = "; ".join(f"{machine}: sha256 {its}" for its, machine in found.items())
-        stop(f"the machines have different {what}: {there}. Put the same on all of them", status=1)
-
-
-# ---- What a kill must not cost ----
-
-
 class Snapshot:
-    """The state of the job in one file, whole at any moment, on each machine's disk.
+    """The state of the job in one file, whole at any moment, on the disk of each machine.
 
-    path: of the file. plan: a text that must be the same as long as the job lasts, such as the size
-    of the batches. parts: name=object for all that has a state_dict(), the model before DDP() wraps
-    it, and the GradScaler, too. Whatever else changes in training is given to load and save.
-    All ranks must make it, and call its methods.
-
-    Without it: a kill while it writes leaves half a file; a machine that comes back goes on from
-    its old file; two halves of a job, or two jobs, write over each other's.
-    writer: whether this rank is the one that writes on its disk. (A shared disk has one writer.)
+    path: of that file. plan: a text that stays the same as long as the job lasts, as the size of
+    the batches does. parts: name=object for all that has a state_dict(): the model before DDP()
+    wraps it, the optimizer, a GradScaler. writer: whether this rank writes on its disk; one does.
+    All ranks make it and call its methods. It stops (status 1 or 2) if path cannot be written, or
+    if another job has it. Without it: a kill leaves half a file; a machine that comes back goes on
+    from an old one; two jobs, or halves of one, write over each other's.
     """
 
     def __init__(self, path, plan, **parts):
         self.path, self.plan, self.parts = path, plan, parts
-        self.writer = first_on_its_disk(path)
-        if self.writer:  # for each machine: if one is cut off, its lock must not stop the others
-            lock(f"{path}.{socket.gethostname()}")
+        self.writer = claim(path)
+        self.known = ""  # what the file says who wrote it
         self.job = self.attempt = gathered(uuid.uuid4().hex)[0]
-        self.known, self.saves = "", 0  # what the file on this disk says who wrote it
 
     def load(self, **new):
-        """Load all parts from the newest file of any machine; return the rest of it as a dict.
+        """Load all parts from the newest file of any machine; return the rest of it, a dict.
 
-        new: that rest as a new job has it; step, the number of steps done, must be in it. A name
-        that the file does not have keeps its new value. The newest file is always sent to all
-        ranks, and to disks that have another: that takes twice its size of each rank's memory.
-        Stops (status 1) if a file is damaged or does not fit, if the plan is another, or if the
-        machines have files of different jobs. It never writes over such a file.
+        new: that rest in a new job, or of names that the file has not. One is step, how many are
+        done. The newest is always sent to all ranks, which takes three times its size of memory on
+        each, and to disks that have another. It stops (status 1), and touches no file, if one is
+        damaged or does not fit, if the plan is another, or if the files are of different jobs.
         """
-        mine = None
-        if self.writer and os.path.exists(self.path):
+        path, mine, content = self.path, None, b""
+        if self.writer and os.path.exists(path):
             try:
-                with zipfile.ZipFile(self.path) as archive:  # the format of torch.save
+                content = pathlib.Path(path).read_bytes()
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:  # the format of torch.save
                     if damaged := archive.testzip():  # torch.load does not look at the checksums
                         raise ValueError(f"wrong checksum of {damaged}")
                     self.known = archive.comment.decode()
                 # weights_only: an ordinary pickle can run any code while it is read.
-                held = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-                mine = held["step"], self.known, socket.gethostname(), os.path.getsize(self.path)
+                step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
+                mine = step, self.known, socket.gethostname(), len(content)
             except Exception as error:  # a damaged file can raise almost any exception
-                stop(f"cannot continue from {self.path} ({shortened(error)}): if it is damaged,"
-                     " move it away to start anew; if it is another script's, choose another path",
-                     status=1)
+                stop(f"cannot continue from {path} ({repr(error)[:300]}): if it is damaged, move it"
+                     " away to start anew; if it is another script's, choose another path", 1)
         found = gathered(mine)
-        jobs = {known.split()[0]: machine for _, known, machine, _ in filter(None, found) if known}
+        jobs = {its[1].split()[0]: its[2] for its in found if its and its[1]}
         if len(jobs) > 1:  # the one that has trained longer would replace the other
-            stop(f"{' and '.join(jobs.values())} have snapshots of different jobs: move away"
-                 f" {self.path} on each machine whose job is not to go on", status=1)
+            stop(f"{' and '.join(jobs.values())} have snapshots of different jobs: move away {path}"
+                 " on each machine whose job is not to go on", 1)
         self.job = next(iter(jobs), self.job)
         if not any(found):
             return new
         newest = max(range(len(found)), key=lambda rank: found[rank][0] if found[rank] else -1)
         step, known, machine, size = found[newest]
-        content = self.sent_by(newest, size)
-        try:  # map_location: otherwise the tensors go to the GPU that they were saved from, rank 0's
+        content = bytearray(content if dist.get_rank() == newest else size)
+        for piece in torch.frombuffer(content, dtype=torch.uint8).split(2**24):  # 16 MiB at a time
+            take_from(newest, piece)
+        try:  # map_location: otherwise tensors go to the GPU that they were saved from
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             for name, part in self.parts.items():
                 part.load_state_dict(state.pop(name))
             plan = state.pop("plan")
         except Exception as error:
-            stop(f"cannot continue from {self.path} ({shortened(error)}): it is whole, but not of"
-                 " this model and these parts. (_orig_mod: of torch.compile; give Snapshot the"
-                 " model itself.) Keep it, and choose another path", status=1)
+            stop(f"cannot continue from {path} ({repr(error)[:300]}): it is whole, but not of this"
+                 " model and these parts: keep it, and choose another path", 1)
         if plan != self.plan:
-            stop(f"{self.path} goes on with batches of {plan}, as before: with {self.plan}, some"
-                 " would come twice or never", status=1)
+            stop(f"{path} goes on with batches of {plan}, as before: with {self.plan}, some would"
+                 " come twice or never", 1)
         if self.writer and self.known != known:  # if the others die now, this disk must have it
-            with replacing(self.path) as file:
-                file.write(content)
+            save(content, path)
             self.known = known
         dist.barrier()
-        log(f"resumed from {self.path} after step {step}, saved on {machine}")
+        log(f"resumed from {path} after step {step}, saved on {machine}")
         return {**new, **state}
-
-    def sent_by(self, source, size):
-        """Return the bytes of the file at path that rank source has, on all ranks."""
-        content = torch.empty(size, dtype=torch.uint8)
-        if dist.get_rank() == source:
-            content = torch.frombuffer(bytearray(pathlib.Path(self.path).read_bytes()),
-                                       dtype=torch.uint8)
-        for piece in content.split(2**24):  # 16 MiB at a time: they pass through the GPU's memory
-            from_rank(source, piece)
-        return content.numpy()
 
     def save(self, **numbers):
         """Save all parts, and these: plain numbers, texts and tensors, in lists and dicts.
 
-        One of them is step. All must be alike on all ranks, and each save looks at that: RuntimeError
-        names the first that differs. A module's buffers (BatchNorm's means) are made those of rank 0
-        before. When it returns, every disk has the file. Stops (status 1) if it cannot be written,
-        could not be loaded again (it names the number of NumPy's, say), or if somebody else has
-        written path meanwhile.
+        One is step. When it returns, every disk has the file. Buffers (BatchNorm's means) are made
+        rank 0's. All else must be alike on all ranks: RuntimeError names the first that differs. It
+        stops (status 1) if the file cannot be written or could not be loaded again, or if somebody
+        else has written path meanwhile: that file stays.
         """
         same_buffers(*self.parts.values())
-        compare_replicas(**self.parts, **numbers)
-        self.saves += 1
-        if self.writer:
-            # A network that is cut may leave two halves of a job, and both train on. (A gap
-            # remains: both may look at the same moment.)
-            if os.path.exists(self.path) and written_by(self.path) != self.known:
-                stop(f"another job, or a lost part of this one, has written {self.path} meanwhile:"
-                     " its file stays. End one of the two, or give it another path", status=1)
+        compare(**self.parts, **numbers)
+        if self.writer:  # two halves of a job may train on after a cut
+            with contextlib.suppress(FileNotFoundError):
+                if zipfile.ZipFile(self.path).comment.decode() != self.known:
+                    stop(f"another job, or a lost part of this one, has written {self.path}"
+                         " meanwhile: its file stays. End one, or give it another path", 1)
+            # Who wrote it is no part of the state: runs that end alike have equal states.
+            self.known = f"{self.job} {self.attempt} {numbers['step']}"
             states = {name: part.state_dict() for name, part in self.parts.items()}
-            # Not in the state itself, as it is no result: runs that end alike have equal states.
-            self.known = f"{self.job} {self.attempt} {self.saves}"
-            save({**states, "plan": self.plan, **numbers}, self.path, self.known)
+            save({**states, "plan": self.plan, **numbers}, self.path, comment=self.known)
         dist.barrier()
 
 
 def save(state, path, comment=""):
-    """Write state to path, as torch.save does. If the process dies meanwhile, the old file stays.
+    """Write state to path. If the process dies meanwhile, the old file stays, whole.
 
-    state: tensors, numbers and texts, in lists and dicts. Stops (status 1) if it cannot be written,
-    or could not be loaded by torch.load(weights_only=True) again: it must not replace what can.
-    comment: of the zip archive, which is what torch.save writes.
+    state: tensors, numbers and texts in lists and dicts; or bytes, written as they are. comment: of
+    torch.save's zip archive. It stops (status 1) if it cannot be written, or not be loaded again.
     """
-    with replacing(path) as file:
-        torch.save(state, file)
-        with zipfile.ZipFile(file, "a") as archive:
-            archive.comment = comment.encode()
-        file.flush()
-        try:  # mmap: this reads few bytes
-            torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            strange = [f"{name} is a {type(leaf).__module__}.{type(leaf).__name__}"
-                       for name, leaf in leaves(state)
-                       if type(leaf).__module__.partition(".")[0] not in ("builtins", "torch")]
-            stop(f"{path} stays as it was, since the new one could not be loaded: save tensors and"
-                 f" plain numbers ({(strange or [shortened(error)])[0]})", status=1)
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """Give a new binary file for "with", and put it in the place of path when it is whole.
-
-    Without it, a kill or a full disk leaves half a file. Stops (status 1) if it cannot be written:
-    path stays as it was.
-    """
-    # In the same folder, as a move to another disk would be a copy. Two halves of a job may write.
+    # In the same folder: a move, not a copy. By machine: two halves of a job may write on one disk.
     temporary = f"{path}.{socket.gethostname()}.tmp"
     try:
         with open(temporary, "w+b") as file:
-            yield file
+            if raw := isinstance(state, bytes | bytearray):
+                file.write(state)
+            else:
+                torch.save(state, file)
+                with zipfile.ZipFile(file, "a") as archive:
+                    archive.comment = comment.encode()
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
+        try:  # mmap: this reads few bytes
+            raw or torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            strange = [f"{name} is a {type(leaf)}" for name, leaf in leaves(state)
+                       if type(leaf).__module__.partition(".")[0] not in ("builtins", "torch")]
+            stop(f"{path} stays as it was, since the new one could not be loaded: save tensors and"
+                 f" plain numbers ({(strange or [repr(error)[:300]])[0]})", 1)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
-        stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", status=1)
+        stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", 1)
     finally:
         with contextlib.suppress(OSError):  # it has been moved
             os.remove(temporary)
 
 
-def written_by(path):
-    """Return what the snapshot at path says who wrote it; None if it is none."""
-    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-        return archive.comment.decode()
-
-
-def first_on_its_disk(path):
-    """Return whether this is the first of the ranks that see the same file at path."""
+def claim(path):
+    """Return whether this rank is the first that sees path on its disk; it has the lock, then."""
     names = [f"{path}.{name}.tmp" for name in gathered(uuid.uuid4().hex)]  # one for each rank
-    mine = names[dist.get_rank()]
     try:
-        open(mine, "x").close()
+        open(names[dist.get_rank()], "x").close()
     except OSError as error:
         stop(f"cannot write {path} ({error.strerror}): choose another path")
     dist.barrier()  # all have written their file
     seen = [os.path.exists(name) for name in names]
     dist.barrier()  # all have looked
-    os.remove(mine)
-    return seen.index(True) == dist.get_rank()
-
-
-def lock(path):
-    """Stop if path cannot be written, or if another job has it. The lock ends with the process."""
-    try:
-        file = os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT, 0o666)  # never closed
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
-    except BlockingIOError:
-        stop(f"another job is running with {path}: end it, or choose another path", status=1)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            stop(f"cannot write {path} ({error.strerror}): choose another path")
-        print(f"note: {path} is on a disk without locks: start no second job with it\n", end="",
-              flush=True)
-
-
-# ---- One model, not one for each rank ----
+    os.remove(names[dist.get_rank()])
+    if first := seen.index(True) == dist.get_rank():
+        try:  # by machine: if one is cut off, its lock must not stop the others
+            name = f"{path}.{socket.gethostname()}.lock"
+            file = os.open(name, os.O_WRONLY | os.O_CREAT, 0o666)  # never closed
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
+        except BlockingIOError:
+            stop(f"another job is running with {path}: end it, or choose another path", 1)
+        except OSError as error:
+            log(f"note: {path} cannot be locked ({error.strerror}): start no second job", True)
+    return first
 
 
 @contextlib.contextmanager
 def settled(*models):
-    """Run one forward and backward of each DDP model in this "with"; then all state is put back.
+    """Let one forward and backward of each DDP model run in this "with"; then put all state back.
 
     DDP collects gradients in buckets, and regroups these once, after its first backward. That
     changes the order of additions and, with three ranks or more, the rounding. Without it, a
     resumed run takes one step in another order than an unbroken one, and ends with other weights.
-    Put back is all that is in state_dict(), also what your forward() moves (a momentum encoder, a
-    queue). What is not in state_dict(), a plain attribute, say, stays moved.
+    (What forward() moves, say a queue, is put back if it is in state_dict().)
     """
     # On the CPU: at a resume, GPUs hold the optimizer's state already.
-    states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value)
-               else copy.deepcopy(value) for name, value in model.state_dict().items()}
-              for model in models]
+    states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
+               for name, value in model.state_dict().items()} for model in models]
     yield
     for model, state in zip(models, states, strict=True):
         model.load_state_dict(state)
@@ -521,46 +381,50 @@ def settled(*models):
 
 
 def same_buffers(*modules):
-    """Give all ranks the buffers that rank 0 has: those of the modules, anything else is left.
+    """Give all ranks the buffers of rank 0's modules. All ranks call it before they validate.
 
-    All ranks must call it, before they validate. Without it, BatchNorm's means, which each rank has
-    from its own share, differ: so do metrics, and one rank may stop early alone.
+    Without it, BatchNorm's means, of its own share on each rank, differ: so do metrics, and one
+    rank may stop early alone. What is no torch.nn.Module is left as it is.
     """
     for module in modules:
-        if isinstance(module, nn.Module):
-            for buffer in module.buffers():
-                from_rank(0, buffer)
+        for buffer in module.buffers() if isinstance(module, torch.nn.Module) else []:
+            take_from(0, buffer)
 
 
-def from_rank(source, tensor):
-    """Copy rank source's tensor into that of all others; it may be on any device."""
+def take_from(source, tensor):
+    """Copy rank source's tensor into that of each rank; it may be on any device."""
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
     sent = tensor.detach().to(device).contiguous()
     dist.broadcast(sent, src=source)
     tensor.detach().copy_(sent)
 
 
-def compare_replicas(**parts):
-    """Return the sha256 (12 digits) of these on all ranks. RuntimeError names what differs first.
+def compare(**parts):
+    """Return the sha256 of all this, 12 digits. RuntimeError names what differs between the ranks.
 
-    parts: name=object with a state_dict(), or plain numbers. All ranks must call it. Without it,
-    replicas can drift unseen: each restart loads one rank's file, and hides it. They drift if layers
-    are unfrozen after DDP(), if forward() is not called through DDP, or if a rank steps alone.
+    parts: name=object with a state_dict(), or numbers, texts and tensors in tuples, lists, dicts.
+    All ranks call it. Without it, machines may train on different data, and replicas drift unseen
+    (if layers are unfrozen after DDP(), say): each restart hides it by one rank's file.
     """
-    states = {name: part.state_dict() if hasattr(part, "state_dict") else part
-              for name, part in parts.items()}
-    mine = [(name, digest(leaf)) for name, leaf in leaves(states)]
-    whole = digest(mine)
+    mine = []
+    states = {name: its.state_dict() if hasattr(its, "state_dict") else its
+              for name, its in parts.items()}
+    for name, leaf in leaves(states):
+        content = repr(leaf).encode()
+        if torch.is_tensor(leaf):  # its bytes, of any type
+            content = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        mine.append((name, hashlib.sha256(content).hexdigest()[:12]))
+    whole = hashlib.sha256(repr(mine).encode()).hexdigest()[:12]
     if len({*gathered(whole)}) > 1:
-        for row in itertools.zip_longest(*gathered(mine), fillvalue=("the number of tensors", "")):
+        for row in itertools.zip_longest(*gathered(mine), fillvalue=("the number of values", "-")):
             if len({*row}) > 1:
-                digests = ", ".join(its for _, its in row)
-                raise RuntimeError(f"the replicas differ in {row[0][0]}: sha256 {digests}")
+                those = ", ".join(f"{number}: {its}" for number, (_, its) in enumerate(row))
+                raise RuntimeError(f"the ranks differ in {row[0][0]}; sha256 on rank {those}")
     return whole
 
 
 def leaves(value, name=""):
-    """Yield (name, leaf) for all that is in nested dicts, lists and tuples: "optimizer.state.0"."""
+    """Yield (name, leaf) for all that is in nested dicts, lists and tuples."""
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, f"{name}.{key}" if name else str(key))
@@ -568,59 +432,19 @@ def leaves(value, name=""):
         yield name, value
 
 
-def digest(value):
-    """Return the sha256, 12 digits, of all tensors (bit for bit) and other values in value."""
-    sha256 = hashlib.sha256()
-    for name, leaf in leaves(value):
-        sha256.update(f"{name} ".encode())
-        if torch.is_tensor(leaf):
-            sha256.update(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-        else:
-            sha256.update(repr(leaf).encode())
-    return sha256.hexdigest()[:12]
-
-
-def shortened(error):
-    """Return type and text of an exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-# ---- Go in time ----
-
-
 def leave_on_sigterm(timeout):
-    """Return a function that says, on all ranks alike, whether one of them got SIGTERM.
+    """Return a function, asked_to_leave, that says whether any rank got SIGTERM, on all alike.
 
-    Call this before the first step, and the function in each step, on all ranks: if it is true,
-    save and return. It exchanges one number over the CPU (Gloo), beside the work of a GPU.
-    timeout: as in start.
-
-    torchrun sends SIGTERM when it is stopped, when a machine joins, and when a rank failed, and
-    kills 30 s later. Slurm sends it ahead of the time limit. Without it, all steps since the last
-    save are lost. From now on, a rank that waits in vain when SIGTERM comes ends by itself.
+    timeout: seconds, as in start. Call this before the first step; then asked_to_leave() in each
+    step, on all ranks (over the CPU, beside the work of a GPU). If it is true, save and return.
+    torchrun sends SIGTERM when it is stopped, when a machine joins, and when a rank failed; it
+    kills 30 s later. Without this, the steps since the last save are lost.
     """
-    asked = note_sigterm()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-
-    def asked_to_leave():
-        flag = torch.tensor(float(asked.is_set()))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if asked.is_set():
-            log("asked to leave (SIGTERM)", every_rank=True)
-        return flag.item() > 0
-
-    return asked_to_leave
-
-
-def note_sigterm():
-    """Return an Event that SIGTERM sets. A process that waits for a dead rank just then ends."""
-    asked = threading.Event()
+    asked, grace = threading.Event(), int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     # Python runs that line only between two of its instructions: not while a collective waits for
-    # a rank that is gone. The byte that the signal leaves in this pipe comes at once.
-    # A wait of up to 20 s may be one for a slow save. It ends before torchrun kills, after 30 s.
-    seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    patience = max(seconds - 10, seconds / 2)
+    # a dead rank. The byte that the signal leaves in this pipe comes at once: such a rank ends
+    # itself, after 20 s (it may wait for a slow save), and before torchrun kills.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a process has only one
@@ -628,21 +452,25 @@ def note_sigterm():
     def watch():
         while signal.SIGTERM not in os.read(reader, 1):
             pass
-        if not asked.wait(patience):
+        if not asked.wait(max(grace - 10, grace / 2)):
             os._exit(128 + signal.SIGTERM)
 
-    # A forked process has this pipe, too: to end it by terminate() would end this one.
+    # A forked process has this pipe, too, and its terminate() would end this one.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     threading.Thread(target=watch, daemon=True).start()
-    return asked
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def asked_to_leave():
+        dist.all_reduce(flag := torch.tensor(int(asked.is_set())), group=group)
+        return flag.item() > 0
+    return asked_to_leave
 
 
 def obey_rank(worker):
-    """Let this loader's worker end with its rank, and not before. For worker_init_fn.
+    """Let a loader's worker end with its rank, and not before: DataLoader's worker_init_fn.
 
-    worker: its number. torchrun's SIGTERM goes to the workers, too. Without it, they end at once,
-    their rank fails, and the step is lost; and a worker whose rank was killed in the worker's first
-    moments stays for ever. (A program that a worker starts ignores SIGTERM, too.)
+    worker: its number. Without it, torchrun's SIGTERM, which the workers get, too, ends them at
+    once, and their rank fails; a worker whose rank is killed in its first moments stays for ever.
     """
     if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the steps there
         return
@@ -660,11 +488,11 @@ def obey_rank(worker):
 
 
 def leave(finished):
-    """Close the connections. If not finished, exit with status 143, which SIGTERM has by custom.
+    """Close the connections; if not finished, exit with 143, the status of SIGTERM.
 
-    Call it when the function with your model has returned, after no error (NCCL would hang).
-    Without it, Python may abort as it exits, all work done (pytorch issue 190489); and torchrun and
-    Slurm take a job that left early for a finished one.
+    Call it when the function that has your model has returned, without an error. Without it, Python
+    may abort as it exits, all work done (pytorch issue 190489), and torchrun and Slurm take a job
+    that has left early for a finished one.
     """
     gc.collect()  # frees DDP, whose threads would live on
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""A training that may be killed at any moment, on one machine or many. Every line is yours to change.
+"""A training that may be killed at any moment. Every line is yours to change.
 
-A small GPT learns to predict the next character of a text. survive.py keeps the training alive:
-copy both files. README.md says what your script needs, and how to start it elsewhere.
+A small GPT learns to predict the next character of a text, on one machine or many. survive.py keeps
+the training alive: copy both files. README.md says what a script of your own needs.
 
     torchrun --standalone --nproc-per-node=2 template/train.py
 
@@ -14,8 +14,8 @@ copy both files. README.md says what your script needs, and how to start it else
     [rank 0/2] 2 replicas are identical, sha256 f1bec32bdac8
 
 Your figures will differ: each version of Python has another help text, and CPUs round differently.
-The same command goes on from train.pt. A kill costs the steps since the last save; a SIGTERM costs
-none. On a CPU, with as many ranks, a killed training ends with the bits of an unbroken one.
+The same command goes on from train.pt. A kill costs the steps since the last save, SIGTERM none. On
+a CPU, with as many ranks, a killed training ends with the bits of an unbroken one.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pydoc_data.topics import topics
 import survive  # before torch, whose import takes seconds: it looks for torchrun
 import torch
 import torch.distributed as dist
+from survive import log
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
@@ -38,8 +39,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 SEED = 0
 REPORT_EVERY = 10  # steps
-CONTEXT = 32  # the model sees windows of so many characters
-VALIDATION = 100  # windows that are kept from training
+CONTEXT, VALIDATION = 32, 100  # characters in a window; windows that are kept from training
 VOCABULARY, WIDTH, HEADS, LAYERS, DROPOUT = 128, 64, 4, 2, 0.1
 LEARNING_RATE, WARM_UP_STEPS, CLIP = 1e-2, 10, 1.0
 EMA_DECAY = 0.9  # for 60 steps; 0.999 or more for a real training
@@ -55,7 +55,6 @@ def main():
 
 
 def train(device, args):
-    # rank: the number of this process in the job of world_size processes.
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
@@ -63,17 +62,16 @@ def train(device, args):
     train_set, validation_set, source = load_sets()  # your data
     count = len(train_set)
     if not world_size * args.accumulate <= args.batch_size <= count:
-        survive.stop(f"--batch-size must be from {world_size * args.accumulate} (an example for each"
-                     f" of {world_size} ranks in {args.accumulate} micro-batches) to {count}")
+        survive.stop(f"--batch-size must be from {world_size * args.accumulate} (an example for"
+                     f" each rank in each micro-batch) to {count}")
     epoch_steps, validate_every = count // args.batch_size, args.save_every
     if args.epochs:
         args.total_steps, validate_every = args.epochs * epoch_steps, epoch_steps
-    log = survive.log
     log(f"data: {count} + {len(validation_set)} {source}; {epoch_steps} steps an epoch")
     log(f"batch size {args.batch_size}: {world_size} ranks x {args.accumulate} micro-batches")
-    few = [(0, place, place) for place in (i * (count - 1) // 9 for i in range(10))]
+    few = [(0, i * (count - 1) // 9, i * (count - 1) // 9) for i in range(10)]
     samples = [*loader_of(train_set, [few[:2], few[2:]])]
-    survive.same_everywhere("training data", (count, samples))
+    survive.compare(count=count, training_data=samples)  # each machine reads its own disk
 
     # Step 4: build the model, go on from the newest snapshot, and wrap the model.
     survive.seed(SEED)  # every run starts from the same weights
@@ -84,63 +82,60 @@ def train(device, args):
         model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # your schedule, by steps
         optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps))
-    # Whatever has a state_dict() is a part: in fp16, your GradScaler, too. (A schedule with a fixed
-    # length, such as OneCycleLR, keeps its old length if you ask for more steps.)
+    # Whatever has a state_dict() is a part: in fp16, your GradScaler, too.
     snapshot = survive.Snapshot(
         args.snapshot_path, f"{args.batch_size} of {count} examples, seed {SEED}",
         model=model, averaged=averaged, optimizer=optimizer, scheduler=scheduler)
-    # All else that changes: plain numbers, as here, or tensors. due: this step is to be validated.
-    # losses: their sum since the last validation, and the number of steps. rows: of the log.
+    # All else that changes, as plain numbers or tensors. due: the step is to be validated. losses:
+    # their sum since the last validation, and how many. rows: of the log.
     now = snapshot.load(step=0, due=False, losses=[0.0, 0.0], best={"step": 0}, rows=[])
     step, due, best, rows = now["step"], now["due"], now["best"], now["rows"]
     losses = torch.tensor(now["losses"], dtype=torch.float64, device=device)
-    # DDP copies rank 0's weights to all replicas. In loss.backward(), it replaces gradients by
-    # their mean over all ranks.
-    model = DDP(model, gradient_as_bucket_view=True)
+    model = DDP(model, gradient_as_bucket_view=True)  # backward() then averages the gradients
     with survive.settled(model):  # all that this pass changes is put back
         mean_loss(model, samples[0][0], 0).backward()
 
-    # Step 5: train. Every step averages the gradients.
+    # Step 5: train.
     asked_to_leave = survive.leave_on_sigterm(args.timeout)
     lists = share_of_steps(range(step, args.total_steps), count, args)
     micro_batches = iter(loader_of(train_set, lists))
-    begun_at = step
+    name = os.path.splitext(args.snapshot_path)[0]  # for the files beside the snapshot
     clock, reported = time.perf_counter(), step
+    if step >= args.total_steps:
+        log("nothing left to train: ask for more steps, or delete the snapshot on every machine")
     while True:
-        # A validation comes after the snapshot of its step, as it may take longer than SIGTERM
-        # grants. A run that goes on from there validates first.
+        # It comes after the step's snapshot, as it may take longer than SIGTERM grants. A run that
+        # goes on from there validates first.
         if due:
             survive.same_buffers(averaged, model)
             metrics = validate(averaged.module, validation_set)  # the same on all ranks
             if metrics["loss"] < best.get("loss", math.inf):  # your rule
                 best = {**metrics, "step": step}
                 if snapshot.writer:
-                    survive.save({"model": averaged.module.state_dict(), **best},
-                                 beside(args.snapshot_path, "_best.pt"))
+                    weights = averaged.module.state_dict()
+                    survive.save({"model": weights, **best}, f"{name}_best.pt")
             mean = (losses[0] / losses[1]).item()
             losses.zero_()
             rows.append({"step": step, "training_loss": mean, **metrics})
             if snapshot.writer:
-                write_log(rows, beside(args.snapshot_path, ".csv"))
+                write_log(rows, f"{name}.csv")
             log(f"step {step:4d}/{args.total_steps} | training loss {mean:.4f} | validation loss"
                 f" {metrics['loss']:.4f} | best after step {best['step']}")
             clock, reported, due = time.perf_counter(), step, False
-            # All ranks have the same metrics, so they decide alike, without an exchange.
-            if args.patience and step - best["step"] >= args.patience * validate_every:
+            if args.patience and step - best["step"] >= args.patience * validate_every:  # on all
                 log(f"stopped early: no better validation since step {best['step']}")
                 break
-        if step == args.total_steps:
+        if step >= args.total_steps:
             break
 
         step += 1
-        # Other dropout masks in each step and on each rank. (What all ranks must draw alike, the
-        # share of a mixup, say, follows from the step alone: see mean_loss.)
-        survive.seed(SEED, step, rank)
-        loss = add_up_gradients(model, micro_batches, step, args)
+        batch = [next(micro_batches) for _ in range(args.accumulate)]
+        survive.seed(SEED, step, rank)  # other dropout masks in each step and on each rank
+        loss = add_up_gradients(model, batch, step, args)
         dist.all_reduce(loss)  # the sum over the ranks: what is saved must be alike on all
         losses += torch.stack([loss, torch.ones_like(loss)])
         # Every rank has the same gradients now, so the same norm. An inf or nan must not reach the
-        # weights. (To leave out such a step, and for a GradScaler: recipes/clip_and_scale.py.)
+        # weights. (To leave out such a step, or with a GradScaler: recipes/clip_and_scale.py.)
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=True)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -163,9 +158,7 @@ def train(device, args):
             log(f"leaving (SIGTERM) after step {step}")
             return False
 
-    if step == begun_at:
-        log("nothing left to train: ask for more steps, or delete the snapshot on every machine")
-    sha256 = survive.compare_replicas(model=model.module, averaged=averaged)
+    sha256 = survive.compare(model=model.module, averaged=averaged)
     log(f"{world_size} replicas are identical, sha256 {sha256}")
     return True
 
@@ -173,11 +166,9 @@ def train(device, args):
 def add_up_gradients(model, micro_batches, step, args):
     """Set the gradients to those of the whole batch; return this rank's part of its mean loss."""
     total = 0
-    for i in range(args.accumulate):
-        batch, size = next(micro_batches)
-        # no_sync: only the last micro-batch exchanges gradients. DDP decides that in its forward
-        # pass, so forward and backward are inside.
-        with model.no_sync() if i < args.accumulate - 1 else contextlib.nullcontext():
+    for i, (batch, size) in enumerate(micro_batches):
+        # no_sync: only the last micro-batch exchanges gradients. DDP decides so in its forward.
+        with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             loss = mean_loss(model, batch, step)
             weight = size / args.batch_size  # sizes may differ by one example
             # DDP takes the mean over the ranks; times their number, that is the sum.
@@ -194,7 +185,7 @@ def mean_loss(model, batch, step):
     """
     device = next(model.parameters()).device
     [windows] = [part.to(device, non_blocking=True) for part in batch]
-    # For a mixup (each image gets its partner from the same rank's micro-batch):
+    # What all ranks must draw alike, a mixup's share, say, follows from the step alone:
     # share = numpy.random.default_rng(step).beta(0.2, 0.2) if model.training else 1.0
     # In bfloat16: with torch.autocast(device.type, torch.bfloat16): around the next line.
     logits = model(windows[:, :-1])
@@ -218,8 +209,8 @@ def validate(model, validation_set):
 def load_sets():
     """Your data. Return (training set, validation set, their name): windows of a text.
 
-    Any Datasets with len() and []. All ranks call this, at once: so download and unpack before. Sort
-    the files that you list. Only the training set should have an augmentation.
+    Any Datasets with len() and []. All ranks call this at once: so download and unpack before, and
+    sort the files that you list. Only the training set should have an augmentation.
     """
     # The texts of all topics of help(), as in help("if"): every Python has them.
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
@@ -234,7 +225,8 @@ def share_of_steps(steps, count, args):
     for step in steps:
         epoch, number = divmod(step, count // args.batch_size)  # the rest of an epoch is left out
         yield from survive.my_share(
-            order_of(epoch, count), epoch, number * args.batch_size, args.batch_size, args.accumulate)
+            order_of(epoch, count), epoch, number * args.batch_size, args.batch_size,
+            args.accumulate)
 
 
 @functools.lru_cache(maxsize=1)
@@ -246,13 +238,18 @@ def order_of(epoch, count):
 
 
 class SeededItems(Dataset):
-    """Your Dataset, asked for (epoch, place, item): what it draws follows from epoch and place."""
+    """Your Dataset, asked for (epoch, place, item): what it draws follows from epoch and place.
+
+    By its place, not by its number: an item that comes twice in an epoch is augmented in two ways.
+    """
 
     def __init__(self, dataset):
         self.dataset = dataset
 
     def __getitem__(self, which):
-        return self.dataset[survive.seed_item(SEED, *which)]
+        epoch, place, item = which
+        survive.seed(SEED, epoch, place, "item")
+        return self.dataset[item]
 
 
 def loader_of(dataset, lists):
@@ -296,14 +293,8 @@ def warm_up_and_cosine(steps_done, total_steps):
 
 def write_log(rows, path):
     """Write all rows anew: they are in the snapshot, so that no row is lost or stands twice."""
-    lines = [",".join(map(str, row)) for row in [rows[0].keys(), *(row.values() for row in rows)]]
-    with survive.replacing(path) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode())
-
-
-def beside(path, ending):
-    """Return a file name beside the snapshot's: train_best.pt, train.csv."""
-    return os.path.splitext(path)[0] + ending
+    table = [rows[0].keys(), *(row.values() for row in rows)]
+    survive.save("".join(",".join(map(str, row)) + "\n" for row in table).encode(), path)
 
 
 def parse_args():
@@ -319,8 +310,8 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=600, help="wait for others, in seconds")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    counts = {name: value for name, value in vars(args).items() if isinstance(value, int)}
-    if wrong := [name for name, value in counts.items() if value < 1 and name != "local_rank"]:
+    numbers = vars(args) | {"local_rank": None, "snapshot_path": None}
+    if wrong := [name for name, value in numbers.items() if value is not None and value < 1]:
         survive.stop(f"{', '.join(wrong)} must be 1 or more")
     return args
 

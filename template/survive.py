@@ -25,6 +25,7 @@ from datetime import timedelta
 
 LAUNCHER = os.getppid()  # torchrun, asked now: importing torch takes seconds
 SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all attempts
+WRITTEN_BY = "archive/written_by"  # an entry of the zip file that torch.save writes
 NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
 
 import numpy
@@ -77,7 +78,6 @@ def start(timeout=600):
             device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
     except Exception as error:  # names, store and connections raise different types
         stop(explain(error), status=1)
-
     show = sys.excepthook
     sys.excepthook = lambda *error: (show(*error), name_the_stopped(error[1], store))
     mine = f"{socket.gethostname()}, local rank {local_rank}, {device}, pid {os.getpid()}"
@@ -117,7 +117,6 @@ def cores():
 
 
 def roll_call(store, rank, world_size, timeout):
-    """Return when all ranks have come; stop (status 1) after the timeout, and name the missing."""
     store.set(f"rank {rank}", "here")
     missing, deadline = [], time.monotonic() + timeout
     for number in range(world_size):
@@ -246,7 +245,7 @@ class Snapshot:
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:  # the format of torch.save
                     if damaged := archive.testzip():  # torch.load does not look at the checksums
                         raise ValueError(f"wrong checksum of {damaged}")
-                    self.known = archive.comment.decode()
+                self.known = writer_of(path)
                 # weights_only: an ordinary pickle can run any code while it is read.
                 step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
                 mine = step, self.known, socket.gethostname(), len(content)
@@ -272,7 +271,7 @@ class Snapshot:
                 part.load_state_dict(state.pop(name))
             plan = state.pop("plan")
         except Exception as error:
-            stop(f"cannot continue from {path} ({repr(error)[:300]}): it is whole, but not of this"
+            stop(f"cannot continue from {path} ({repr(error)[-400:]}): it is whole, but not of this"
                  " model and these parts: keep it, and choose another path", 1)
         if plan != self.plan:
             stop(f"{path} goes on with batches of {plan}, as before: with {self.plan}, some would"
@@ -289,28 +288,27 @@ class Snapshot:
 
         One is step. When it returns, every disk has the file. Buffers (BatchNorm's means) are made
         rank 0's. All else must be alike on all ranks: RuntimeError names the first that differs. It
-        stops (status 1) if the file cannot be written or could not be loaded again, or if somebody
-        else has written path meanwhile: that file stays.
+        stops (status 1) if save does, or if somebody else has written path meanwhile, which stays.
         """
         same_buffers(*self.parts.values())
         compare(**self.parts, **numbers)
         if self.writer:  # two halves of a job may train on after a cut
             with contextlib.suppress(FileNotFoundError):
-                if zipfile.ZipFile(self.path).comment.decode() != self.known:
+                if writer_of(self.path) != self.known:
                     stop(f"another job, or a lost part of this one, has written {self.path}"
                          " meanwhile: its file stays. End one, or give it another path", 1)
             # Who wrote it is no part of the state: runs that end alike have equal states.
             self.known = f"{self.job} {self.attempt} {numbers['step']}"
             states = {name: part.state_dict() for name, part in self.parts.items()}
-            save({**states, "plan": self.plan, **numbers}, self.path, comment=self.known)
+            save({**states, "plan": self.plan, **numbers}, self.path, self.known)
         dist.barrier()
 
 
-def save(state, path, comment=""):
+def save(state, path, written_by=""):
     """Write state to path. If the process dies meanwhile, the old file stays, whole.
 
-    state: tensors, numbers and texts in lists and dicts; or bytes, written as they are. comment: of
-    torch.save's zip archive. It stops (status 1) if it cannot be written, or not be loaded again.
+    state: tensors, numbers and texts in lists and dicts; or bytes, written as they are. written_by:
+    Snapshot's. It stops (status 1) if state cannot be written, or could not be loaded again.
     """
     # In the same folder: a move, not a copy. By machine: two halves of a job may write on one disk.
     temporary = f"{path}.{socket.gethostname()}.tmp"
@@ -321,7 +319,7 @@ def save(state, path, comment=""):
             else:
                 torch.save(state, file)
                 with zipfile.ZipFile(file, "a") as archive:
-                    archive.comment = comment.encode()
+                    archive.writestr(WRITTEN_BY, written_by)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
         try:  # mmap: this reads few bytes
@@ -339,6 +337,11 @@ def save(state, path, comment=""):
             os.remove(temporary)
 
 
+def writer_of(path):
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(WRITTEN_BY).decode() if WRITTEN_BY in archive.namelist() else ""
+
+
 def claim(path):
     """Return whether this rank is the first that sees path on its disk; it has the lock, then."""
     names = [f"{path}.{name}.tmp" for name in gathered(uuid.uuid4().hex)]  # one for each rank
@@ -351,9 +354,8 @@ def claim(path):
     dist.barrier()  # all have looked
     os.remove(names[dist.get_rank()])
     if first := seen.index(True) == dist.get_rank():
-        try:  # by machine: if one is cut off, its lock must not stop the others
-            name = f"{path}.{socket.gethostname()}.lock"
-            file = os.open(name, os.O_WRONLY | os.O_CREAT, 0o666)  # never closed
+        try:  # by machine: if one is cut off, its lock must not stop the others. Never closed.
+            file = os.open(f"{path}.{socket.gethostname()}.lock", os.O_WRONLY | os.O_CREAT, 0o666)
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
         except BlockingIOError:
             stop(f"another job is running with {path}: end it, or choose another path", 1)
@@ -364,12 +366,11 @@ def claim(path):
 
 @contextlib.contextmanager
 def settled(*models):
-    """Let one forward and backward of each DDP model run in this "with"; then put all state back.
+    """Let one forward and backward of each DDP model run here; then put its state_dict() back.
 
     DDP collects gradients in buckets, and regroups these once, after its first backward. That
     changes the order of additions and, with three ranks or more, the rounding. Without it, a
     resumed run takes one step in another order than an unbroken one, and ends with other weights.
-    (What forward() moves, say a queue, is put back if it is in state_dict().)
     """
     # On the CPU: at a resume, GPUs hold the optimizer's state already.
     states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
@@ -418,8 +419,7 @@ def compare(**parts):
     if len({*gathered(whole)}) > 1:
         for row in itertools.zip_longest(*gathered(mine), fillvalue=("the number of values", "-")):
             if len({*row}) > 1:
-                those = ", ".join(f"{number}: {its}" for number, (_, its) in enumerate(row))
-                raise RuntimeError(f"the ranks differ in {row[0][0]}; sha256 on rank {those}")
+                raise RuntimeError(f"the ranks differ in {row[0][0]}: {[its for _, its in row]}")
     return whole
 
 

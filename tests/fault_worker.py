@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 
+
 def place_of(moment, script):
     """(owner, name) of the function that is called at that moment."""
     import torch  # not before the script, which must ask for its parent first

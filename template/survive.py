@@ -89,19 +89,18 @@ def start(timeout=600):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process with its backend, or the CPU with Gloo."""
+    """Return (device, backend): GPU number local_rank with its backend, or the CPU with Gloo."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_default_backend_for_device(gpu or "cpu")
     if backend != "gloo":
         if local_rank >= torch.accelerator.device_count():
-            raise SystemExit("each process needs a GPU of its own: start fewer processes, or use"
-                             " the CPU by CUDA_VISIBLE_DEVICES= in front of the command")
+            raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
         return torch.device(gpu.type, local_rank), backend
-    # Also for Apple's GPUs, whose tensors Gloo cannot send. A core each, as torchrun has it:
+    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
     torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):  # Linux: a third faster, with two ranks
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # up to a third faster
     return torch.device("cpu"), "gloo"
 
 

@@ -1,7 +1,7 @@
 """Do the tests notice when a statement of a script is wrong? A tool, and no test itself.
 
     python tests/mutants.py 02 --count 40 --seed 1
-    python tests/mutants.py template/one_machine --count 40
+    python tests/mutants.py template/train --count 40
 
 It draws changes of one script, each of one place: a statement or a decorator deleted, True for
 False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
@@ -125,14 +125,17 @@ def tests_of(scripts, units):
     """Return the words for pytest that choose the tests of some scripts."""
     names, shared, own = [], [], []  # shared: those that test several scripts, by name
     for script in scripts:
-        if script.parent == ROOT or script.stem == "several_machines":
-            names.append(script.name[:2] if script.parent == ROOT else "03")
+        if script.parent == ROOT:
+            names.append(script.name[:2])
             shared += ["tests/test_units.py", "tests/test_jobs.py"]
+        elif script.parent.name == "template":
+            names.append("template")
+            own += ["tests/test_template.py", "tests/test_swap.py"]
         else:
             names.append(script.stem)
             shared += ["tests/test_recipes.py"]
         own += [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
-    if {"01", "02", "03", "one_machine"} & set(names):
+    if {"01", "02", "03", "template"} & set(names):
         own.append("tests/test_faults.py")
     if names[0] != "05":
         shared.append("tests/test_pretended_gpus.py")
@@ -184,7 +187,7 @@ def noticed_by(original, script, changed, timeout, units):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("script", help="how its path begins: 01, or template/one_machine")
+    parser.add_argument("script", help="how its path begins: 01, or template/train")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one mutant")

@@ -678,7 +678,7 @@ def test_bad_starts_end_in_one_line(tmp_path):
     ):
         assert result.status == status and re.search(message, result.error()), result.output
     result = train(tmp_path / "run", before=pretend_one_gpu, status=1)
-    assert "each process needs a GPU of its own: start fewer" in result.output
+    assert "each process needs a GPU: start fewer" in result.output
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+import shown
 import torch
 from lab import Lab
 from support import PYTHON, ROOT, end, fork_ranks, run, start, wait_until
@@ -166,3 +167,13 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     for node in ("node1", "node2"):
         files = list((tmp_path / "multinode-1" / node).glob("**/stdout.log"))
         assert len(files) == 4, "two processes, twice"
+
+
+@pytest.mark.long
+def test_srun_alone_starts_the_template(tmp_path, slurm):
+    """As template/README.md says, in a batch script."""
+    shutil.copytree(ROOT / "template", tmp_path / "template")
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + shown.block("template: srun"))
+    slurm("sbatch", "--nodes=2", "--ntasks-per-node=2", "--output=log", tmp_path / "job.sh")
+    slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
+    assert "[rank 0/4] 4 replicas are identical, sha256 " in (tmp_path / "log").read_text()

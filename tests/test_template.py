@@ -10,7 +10,6 @@ import importlib
 import itertools
 import multiprocessing
 import os
-import pathlib
 import re
 import runpy
 import shutil
@@ -22,10 +21,13 @@ import zipfile
 
 import numpy
 import pytest
+import shown
 import torch
 import torch.distributed as dist
+from lab import Lab
 from snapshots import flipped_byte, pickle_in_an_archive
 from support import (
+    ACTIVE,
     PYTHON,
     ROOT,
     digest,
@@ -681,12 +683,100 @@ def test_bad_starts_end_in_one_line(tmp_path):
     assert "each process needs a GPU: start fewer" in result.output
 
 
+# ---- README.md ----
+
+BEFORE, AFTER = "template/example/before.py", "template/example/after.py"
+
+
+def test_the_diff_leads_from_one_script_to_the_other():
+    before, after = ((ROOT / path).read_text().splitlines() for path in (BEFORE, AFTER))
+    made, done = [], 0
+    for line in shown.block("from an ordinary script to one that survives").splitlines():
+        if hunk := re.match(r"@@ -(\d+)", line):
+            made, done = made + before[done : int(hunk[1]) - 1], int(hunk[1]) - 1
+        else:
+            if line[0] != "+":
+                assert before[done] == line[1:]
+                done += 1
+            if line[0] != "-":
+                made.append(line[1:])
+    assert made + before[done:] == after
+
+
+def strike_33():
+    """Called in a child: in step 33, rank 1 is killed; in step 14 of the next attempt, asked."""
+    steps, attempt = itertools.count(1), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    def ask(*_):
+        step = next(steps)
+        if (attempt, step) in (("0", 33), ("1", 14)) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM if attempt == "1" else signal.SIGKILL)
+
+    register_optimizer_step_pre_hook(ask)
+
+
+def test_the_example_killed_is_the_example_undisturbed(tmp_path):
+    """And it learns what the ordinary script learns."""
+    runs = []
+    for name, options in ("whole", {}), ("killed", {"max_restarts": 2, "before": strike_33}):
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in AFTER, "template/survive.py":
+            shutil.copy(ROOT / path, folder)
+        result = fork_ranks(folder / "after.py", cwd=folder, **options)
+        assert result.status == 0, result.output
+        runs.append([(folder / "log.csv").read_text(),
+                     *(torch.load(folder / its) for its in ("snapshot.pt", "best.pt"))])
+    assert resumed(result) == [30, 44]
+    (log, *states), (its_log, *its_states) = runs
+    assert log == its_log and log.count("\n") == 4
+    pairs = [*zip(*(tensors(dict(enumerate(its))) for its in (states, its_states)), strict=True)]
+    assert len(pairs) > 40 and all(torch.equal(*pair) for pair in pairs)
+    plain = fork(BEFORE, cwd=tmp_path)
+    assert plain.status == 0, plain.output
+    dice = [float(text.splitlines()[-1].split(",")[-1])
+            for text in ((tmp_path / "log.csv").read_text(), log)]
+    assert min(dice) > 0.7, dice
+
+
+def in_a_folder(tmp_path):
+    shutil.copytree(ROOT / "template", tmp_path / "template")
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    return {"cwd": tmp_path, "timeout": 900, "env": {**ACTIVE, "HOME": str(tmp_path)}}
+
+
 @pytest.mark.long
-def test_it_learns_and_a_killed_worker_costs_the_steps_since_the_last_snapshot(tmp_path):
-    """As a reader starts it."""
-    command = (*[PYTHON, "-m", "torch.distributed.run"], "--standalone", "--nproc-per-node=2",
-               "--max-restarts=1", ROOT / SCRIPT)  # fmt: skip
-    result = run(*command, cwd=tmp_path, timeout=300)
-    assert result.status == 0 and validations(result)[60][1] < 2.9, result.output
-    assert files(tmp_path) == ["train.csv", "train.pt", "train_best.pt"]
-    assert pathlib.Path(tmp_path / "train.csv").read_text().count("\n") == 4
+def test_the_command_for_one_machine(tmp_path):
+    options = in_a_folder(tmp_path)
+    for lines in 4, 4:  # the second time, nothing is left to do
+        result = run("bash", "-euc", shown.block("template: one machine"), **options)
+        assert result.status == 0 and "2 replicas are identical" in result.lines(0)[-1]
+        assert (tmp_path / "train.csv").read_text().count("\n") == lines
+    assert files(tmp_path) == ["launch", "template", "train.csv", "train.pt", "train_best.pt"]
+    assert validations(result)[60][1] < 2.9, result.output
+
+
+@pytest.mark.long
+def test_the_command_that_kills(tmp_path):
+    command = shown.block("template: kill it").replace("--rounds 3", "--rounds 1")
+    result = run("bash", "-euc", command, **in_a_folder(tmp_path))
+    assert result.status == 0 and "1 of 1 rounds ended equal" in result.output, result.output
+
+
+@pytest.mark.long
+def test_the_commands_of_torchx(tmp_path):
+    pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
+    result = run("bash", "-euc", shown.block("template: torchx"), **in_a_folder(tmp_path))
+    assert result.status == 0 and "2 replicas are identical, sha256" in result.output, result.output
+    job = result.output.partition("=== SCHEDULER REQUEST ===")[2]
+    assert job.count("template/train.py 6000 1000 --snapshot-path /jobs/train.pt") == 2
+
+
+@pytest.mark.long
+def test_the_command_for_several_machines(tmp_path):
+    in_a_folder(tmp_path)
+    with Lab(tmp_path) as lab:
+        command = "bash", "-c", shown.block("template: several machines")
+        results = lab.run(("node1", *command), ("node2", *command), timeout=600)
+    assert all(result.status == 0 for result in results), results
+    assert "[rank 0/4] 4 replicas are identical, sha256" in results[0].output + results[1].output

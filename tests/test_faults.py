@@ -132,13 +132,14 @@ def test_two_jobs_in_one_folder_do_not_meet(tmp_path, mnist_dir):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "arguments"), [
-    ("01", [1]), ("02", [1]), ("04", ["--only", "groups"]), ("05", []), ("06", [1])])
+    ("01", [1]), ("02", [1]), ("04", ["--only", "groups"]), ("05", []), ("06", [1]),
+    ("template/train", [2, 1])])
 def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number, arguments):
     """Where Gloo would listen at the address in the network, and a store at all of them.
 
     All but torchrun itself, which listens everywhere: launch/README.md says so.
     """
-    [script] = ROOT.glob(f"{number}_*.py")
+    [script] = ROOT.glob(f"{number}*.py")
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")
     launcher = ("python",) if number in ("01", "05") else torchrun
     listeners, deadline = set(), time.monotonic() + 300

@@ -14,6 +14,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -321,6 +322,30 @@ def test_seeds_follow_from_all_numbers(survive):
     assert [drawn(*key) for key in keys] == [drawn(*key) for key in keys]
     for source in zip(*(drawn(*key) for key in keys), strict=True):
         assert len({*source}) == len(keys)
+
+
+def six_cores():
+    """Called in a child, which a share of six cores is given by no chance."""
+    os.sched_getaffinity = lambda _: {*range(6)}
+
+
+def five_threads():
+    os.environ["OMP_NUM_THREADS"] = "5"
+
+
+def test_what_a_process_sets_up(tmp_path):
+    """On one machine, it listens on the loopback alone. Its threads: a share, or what you say."""
+    tell = """
+    threads, kind = torch.get_num_threads(), os.sched_getscheduler(0) == os.SCHED_BATCH
+    log(f"set: {os.environ.get('GLOO_SOCKET_IFNAME')} {threads} {kind}")
+    sys.exit()
+"""
+    told = "    return device\n"
+    for before, nodes, said in (((six_cores,), 1, f"{socket.if_indextoname(1)} 3 True"),
+                                ((six_cores,), 2, "None 6 True"),
+                                ((six_cores, five_threads), 1, "lo 5 True")):
+        result = train(tmp_path / "run", changes={told: tell + told}, before=before, nodes=nodes)
+        assert f"set: {said}" in result.lines(0), result.output
 
 
 def test_threads_are_a_share_of_the_cores_that_the_job_may_use(tmp_path, monkeypatch, survive):

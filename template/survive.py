@@ -46,6 +46,7 @@ def start(timeout=600):
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+
     def end_with_torchrun():
         while os.getppid() == LAUNCHER:
             time.sleep(0.5)

@@ -7,11 +7,11 @@ the training alive: copy both files. README.md says what a script of your own ne
 
     [rank 0/2] data: 14432 + 100 windows of 32 characters, Python's help; 451 steps an epoch
     [rank 0/2] batch size 32: 2 ranks x 2 micro-batches
-    [rank 0/2] step   10/60 | loss 3.1046 | rate 1.00e-02 | norm  0.38 |   440 examples/s
+    [rank 0/2] step   10/60 | loss 3.0953 | rate 1.00e-02 | norm  0.31 |   472 examples/s
     ...
     [rank 0/2] step   60/60 | saved in train.pt
-    [rank 0/2] step   60/60 | training loss 2.7787 | validation loss 2.7540 | best after step 60
-    [rank 0/2] 2 replicas are identical, sha256 f1bec32bdac8
+    [rank 0/2] step   60/60 | training loss 2.7612 | validation loss 2.7503 | best after step 60
+    [rank 0/2] 2 replicas are identical, sha256 844dcbd4594f
 
 Your figures will differ: each version of Python has another help text, and CPUs round differently.
 The same command goes on from train.pt. A kill costs the steps since the last save, SIGTERM none. On

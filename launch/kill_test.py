@@ -3,7 +3,7 @@
 Try this before a long job. The script may be any that torchrun (or python) starts:
 
     python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone \
-        --nproc-per-node=2 --max-restarts=3 template/one_machine.py
+        --nproc-per-node=2 --max-restarts=3 template/train.py
 
     undisturbed: 10.3 s, sha256 c20660cd6918
     round 1: equal; kills 1, starts 2, 16.9 s

@@ -34,7 +34,7 @@ his own: 30 s in Kubernetes (terminationGracePeriodSeconds) and in Slurm (KillWa
 (docker stop -t). Slurm can begin before its limit: launch/slurm.sbatch. In a container, only the
 first process gets SIGTERM: start torchrun there by exec. A rank that waits for a dead one in a
 collective call does not run its handler. What ends such a rank in time: leave_on_sigterm in
-template/several_machines.py. By the step: template/one_machine.py.
+template/survive.py.
 """
 
 import argparse

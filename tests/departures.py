@@ -2,15 +2,15 @@
 
     python tests/departures.py --rounds 20
 
-Each round is a job of template/several_machines.py (or, with --lesson, of 03) on three machines of
-launch/lab, with one file system for all or with a disk each; any of them hosts the rendezvous. A
-machine is told to end (SIGTERM), killed, loses its worker, is cut off for a while, or comes back.
-When the host of the rendezvous goes, the others end, and some of them start again. What rank 0
-prints is then held against what each machine must have on its disk:
-- an attempt begins with the newest position (epoch, images) that any of its machines has;
-- epochs follow each other, none twice and none left out, but for those since the last save;
-- the job goes on after each event, and in the end all disks hold the same snapshot. (03 does not
-  save when it has to leave: there, one disk may have the next one already.)
+Each round is a job of template/train.py (or, with --lesson, of 03) on three machines of launch/lab,
+with one file system for all or with a disk each; any of them hosts the rendezvous. A machine is
+told to end (SIGTERM), killed, loses its worker, is cut off for a while, or comes back. When the
+host of the rendezvous goes, the others end, and some of them start again. What rank 0 prints is
+then held against what each machine must have on its disk:
+- an attempt begins with the newest step (or epoch) that any of its machines has;
+- steps follow each other, none twice and none left out, but for those since the last save;
+- the job goes on after each event, and in the end all disks hold the same snapshot, with each
+  validation once. (03 does not save when it has to leave: there, one disk may have the next one.)
 """
 
 import argparse
@@ -24,11 +24,11 @@ import time
 
 import torch
 from lab import Lab
-from support import ROOT, difference, family, wait_until, write_digits
+from support import difference, family, variant, wait_until, write_digits
 
 NODES = "node1", "node2", "node3"
-TEMPLATE, LESSON = "template/several_machines.py", "03_multinode.py"
-SAVE_EVERY = 3
+TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
+SAVE_EVERY = {TEMPLATE: 20, LESSON: 3}
 EVENTS = "SIGTERM", "kill", "kill host", "worker", "cut", "return"
 # What the others print. The first only if a heartbeat was due before their processes had failed.
 LOST = ("has failed to send a keep-alive heartbeat to the rendezvous",
@@ -40,7 +40,9 @@ class Round:
 
     def __init__(self, seed, lab, folder, shared, script):
         self.rng, self.lab, self.folder = random.Random(seed), lab, folder
-        self.script = script
+        each_step = {"REPORT_EVERY = 10": "REPORT_EVERY = 1"}
+        self.script, self.save_every = script, SAVE_EVERY[script]
+        self.path_of_script = variant(folder, script, each_step if script == TEMPLATE else {})
         self.shared = self.rng.random() < 0.3 if shared is None else shared
         self.data = write_digits(folder / "data")
         self.running, self.jobs, self.starts, self.story = {}, [], 0, []
@@ -65,13 +67,14 @@ class Round:
             f"--rdzv-id={self.starts}", "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.host}:{29600 + self.starts}",
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-            ROOT / self.script, 10_000, SAVE_EVERY, "--batch-size", 24, "--timeout", 15,
-            "--data-dir", self.data, "--snapshot-path", self.path(node))  # fmt: skip
+            self.path_of_script, 100_000, self.save_every, "--batch-size", 24, "--timeout", 15,
+            *(["--data-dir", self.data] if self.script == LESSON else []),
+            "--snapshot-path", self.path(node))  # fmt: skip
         self.jobs.append(self.running[node])
 
     def go_on(self):
-        """Wait until all machines that run have trained an epoch together, and some time more."""
-        moment, line = time.monotonic(), rf"^\[rank 0/{len(self.running)}\] epoch"
+        """Wait until all machines that run have trained a step together, and some time more."""
+        moment, line = time.monotonic(), rf"^\[rank 0/{len(self.running)}\] (step|epoch)"
         wait_until(lambda: any(
             when > moment and re.match(line, text)
             for job in self.jobs for when, text in list(job.lines)
@@ -133,10 +136,14 @@ class Round:
             job.result(90)
         check([line for _, line in self.lines()], self.shared)
         first, *others = [torch.load(self.path(node), weights_only=True) for node in self.running]
+        if self.script == TEMPLATE:
+            assert len({self.path(node).read_bytes() for node in self.running}) == 1
+            validated = range(20, first["step"] - first["due"] + 1, 20)
+            assert [row["step"] for row in first["rows"]] == [*validated]
+            return
         for other in others:
             apart = abs(other["next_epoch"] - first["next_epoch"])
-            assert apart == 0 or self.script == LESSON and apart <= SAVE_EVERY
-            assert apart or difference(first, other) == 0
+            assert apart <= self.save_every and (apart or difference(first, other) == 0)
 
     def lines(self):
         return sorted(item for job in self.jobs for item in job.lines)
@@ -146,36 +153,34 @@ class Round:
 
 
 def check(lines, shared):
-    """Raise AssertionError if what 03 printed tells of a loss.
+    """Raise AssertionError if what the script printed tells of a loss.
 
     shared: whether all machines have the same disk. (A rank that fails may abort as it exits: that
     is torch's fault. Those that end well must not: test_reliability.py.)
     """
-    on_disk, members, next_epoch, position = {}, [], None, None
+    on_disk, members, done, newest = {}, [], 0, None
     for line in lines:
         if not (m := re.match(r"\[rank 0/\d\] (.*)", line)):
             continue
         line = m[1]
-        if line.startswith("machine "):
-            members, position, next_epoch = [], (1, 0), 1
-        elif m := re.match(r"(node\d) .* cpu ", line):
+        if re.match(r"machine |attempt \d+, gloo: rank 0 ", line):
+            members = []
+        if m := re.match(r"(?:attempt .*: rank \d is on )?(node\d)\b.* cpu", line):
             members.append("all" if shared else m[1])
-        elif re.match(r"(data: )?\d+ \+ \d+ images", line):
-            newest = max(on_disk.get(node, (1, 0)) for node in members)
-        elif m := re.match(r"resumed from .* at epoch (\d+)(?:, image (\d+))?$", line):
-            position = int(m[1]), int(m[2] or 0)
-            next_epoch = position[0]
-        elif m := re.match(r"(?:leaving \(SIGTERM\): )?epoch +(\d+)", line):
-            if position is not None:  # the first report of an attempt
-                assert position >= newest, f"{newest} was saved, not {position}"
-                on_disk |= dict.fromkeys(members, position)
-                position = None
-            assert int(m[1]) == next_epoch, f"{line}: not epoch {next_epoch}"
-            images = re.search(r"after (\d+) images", line)
-            if "saved in" in line:
-                saved = (next_epoch, int(images[1])) if images else (next_epoch + 1, 0)
-                on_disk |= dict.fromkeys(members, saved)
-            next_epoch += 1
+        if re.match(r"(data: )?\d+ \+ \d+ ", line):  # the attempt begins
+            done, newest = 0, max(on_disk.get(node, 0) for node in members)
+        if m := re.match(r"resumed from .* (?:after step (\d+),|at epoch (\d+)$)", line):
+            done = int(m[1]) if m[1] else int(m[2]) - 1
+        if m := re.match(r"(?:step|epoch) +(\d+)/\d+ \| loss", line):
+            if newest is not None:  # the first report of an attempt
+                assert done >= newest, f"{newest} was saved, not {done}"
+                on_disk |= dict.fromkeys(members, done)
+                newest = None
+            done += 1
+            assert int(m[1]) == done, f"{line}: not {done}"
+        if m := re.match(r"(?:step|epoch) +(\d+)/.* saved in", line):
+            assert int(m[1]) == done, f"{line}: not {done}"
+            on_disk |= dict.fromkeys(members, done)
 
 
 def play(seed, events=None, shared=None, script=TEMPLATE):

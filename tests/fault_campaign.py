@@ -2,7 +2,7 @@
 
     python tests/fault_campaign.py --rounds 100
 
-A round has a script (02, 03, or one of template/), a number of ranks, a victim (a rank, the
+A round has a script (02, 03, or template/train.py), a number of ranks, a victim (a rank, the
 launcher torchrun, or the whole job), a moment and a signal. A lesson, 02 or 03, does not end when
 torchrun alone is killed by SIGKILL, so there is no such round. First come the rounds of DESIGN, in
 which each of them occurs, then so many that are drawn at random; the seed of the draw is printed.
@@ -10,7 +10,8 @@ The job runs under torchrun with --max-restarts=3, and is started again if torch
 or was killed. Then:
 - the snapshot loads, and its epoch (or step) is not older than the last one announced as saved;
 - no other file is left, and no process;
-- the final weights, and the optimizer's state, are those of an uninterrupted run, bit for bit.
+- the final weights, and the optimizer's state, are those of an uninterrupted run, bit for bit, and
+  so is the template's log, with no row twice.
 
 fault_worker.py sends the signal, at exactly that moment.
 """
@@ -46,17 +47,16 @@ from support import (
 SCRIPTS = {
     "02": "02_torchrun_elastic.py",
     "03": "03_multinode.py",
-    "several": "template/several_machines.py",
-    "steps": "template/one_machine.py",
+    "template": "template/train.py",
 }
 # Epochs, or steps; and after how many a snapshot is saved.
-LENGTHS = dict.fromkeys(SCRIPTS, (4, 2)) | {"steps": (24, 8)}
+LENGTHS = {"02": (4, 2), "03": (4, 2), "template": (24, 8)}
 
 
 def arguments(script, save_every, data_dir):
     """The command line of a round."""
     # 13 windows: neither 2 nor 3 ranks, nor their two micro-batches, divide them.
-    data = ("--batch-size", 13) if script == "steps" else ("--data-dir", data_dir)
+    data = ("--batch-size", 13) if script == "template" else ("--data-dir", data_dir)
     return LENGTHS[script][0], save_every, "--snapshot-path", "snapshot.pt", *data
 
 
@@ -86,14 +86,14 @@ class Plan:
         return int(self.victim[-1]) if self.victim.startswith("rank") else self.world_size - 1
 
     def __str__(self):
-        return (f"{self.script:<5}  {self.world_size} ranks  {self.signal:<7}  {self.victim:<8}"
+        return (f"{self.script:<8}  {self.world_size} ranks  {self.signal:<7}  {self.victim:<8}"
                 f"  {self.moment}")  # fmt: skip
 
     @classmethod
     def draw(cls, seed):
         """The plan of a seed."""
         rng = random.Random(seed)
-        script = rng.choice(("02", "03", "several", "steps", "steps"))
+        script = rng.choice(("02", "03", "template", "template", "template"))
         world_size, moment = rng.choice((2, 3)), rng.choice(MOMENTS)
         victims = ["launcher", "job", *(f"rank {rank}" for rank in range(world_size))]
         victim = rng.choice(victims[:2] if moment == "import" else victims)
@@ -103,7 +103,7 @@ class Plan:
         length, save_every = LENGTHS[script]
         saves = length // save_every
         times = {"step": 16 * length, "evaluation": length}
-        if script == "steps":
+        if script == "template":
             times = {"step": length, "evaluation": saves}
         count = rng.randint(1, (times | dict.fromkeys(SAVING, saves)).get(moment, 1))
         return cls(moment, rng.choice(signals), victim, script, world_size, count)
@@ -112,8 +112,7 @@ class Plan:
 # Every moment, every signal with every kind of victim, all scripts, both numbers of ranks.
 DESIGN = [Plan(*row) for row in (
     ("import", "SIGTERM", "launcher", "02", 2),
-    ("import", "SIGKILL", "launcher", "several", 2),
-    ("import", "SIGKILL", "launcher", "steps", 2),
+    ("import", "SIGKILL", "launcher", "template", 2),
     ("resuming", "SIGINT", "launcher", "02", 2),
     ("evaluation", "SIGINT", "job", "02", 2, 2),
     ("writing", "SIGKILL", "job", "02", 2, 2),
@@ -121,22 +120,22 @@ DESIGN = [Plan(*row) for row in (
     ("after the move", "SIGKILL", "rank 0", "02", 3),
     ("resuming", "SIGKILL", "rank 1", "03", 2),
     ("step", "SIGTERM", "rank 0", "03", 3, 50),
-    ("after the move", "SIGKILL", "launcher", "several", 3),
-    ("rank starts", "SIGTERM", "job", "several", 2),
-    ("step", "SIGKILL", "rank 0", "several", 3, 40),
-    ("before the move", "SIGINT", "rank 0", "several", 2, 2),
-    ("the end", "SIGTERM", "rank 1", "several", 2),
-    ("step", "SIGTERM", "launcher", "steps", 3, 17),
-    ("evaluation", "SIGTERM", "rank 1", "steps", 2, 2),
-    ("writing", "SIGKILL", "rank 0", "steps", 2, 2),
-    ("after the move", "SIGINT", "job", "steps", 2),
-    ("the end", "SIGKILL", "rank 1", "steps", 2),
+    ("rank starts", "SIGTERM", "job", "template", 2),
+    ("resuming", "SIGKILL", "rank 1", "template", 3),
+    ("step", "SIGKILL", "rank 0", "template", 3, 20),
+    ("step", "SIGTERM", "launcher", "template", 3, 17),
+    ("evaluation", "SIGTERM", "rank 1", "template", 2, 2),
+    ("writing", "SIGKILL", "rank 0", "template", 2, 2),
+    ("before the move", "SIGINT", "rank 0", "template", 2, 2),
+    ("after the move", "SIGKILL", "launcher", "template", 3),
+    ("after the move", "SIGINT", "job", "template", 2),
+    ("the end", "SIGKILL", "rank 1", "template", 2),
 )]  # fmt: skip
 
 
 def play(plan, data_dir):
     """Play a round; return (starts, epochs or steps repeated)."""
-    whole = whole_run(plan.script, plan.world_size, data_dir)
+    whole, log = whole_run(plan.script, plan.world_size, data_dir)
     # A shell starts what it runs in the background with SIGINT ignored, and torchrun inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,12 +144,14 @@ def play(plan, data_dir):
         assert path.with_name("struck").exists(), f"the moment never came:\n{output}"
         ours = r"struck|rank \d|.*\.lock$|.*\.tmp$"
         left = {name for name in os.listdir(folder) if not re.match(ours, name)}
-        assert left <= {"snapshot.pt", "snapshot_best.pt"}, left
+        assert left <= {"snapshot.pt", "snapshot_best.pt", "snapshot.csv"}, left
         found = torch.load(path, weights_only=True)
+        assert log_of(folder) == log, output
     assert len(tensors(found)) >= 12  # of 02 and 03: six parameters, each with its momentum
     assert all(torch.equal(*pair) for pair in zip(tensors(found), tensors(whole), strict=True)), (
         f"other weights:\n{output}")
-    assert found.get("scheduler") == whole.get("scheduler"), output
+    for name in ("scheduler", "best", "rows", "losses"):
+        assert found.get(name) == whole.get(name), output
     assert found["optimizer"]["param_groups"] == whole["optimizer"]["param_groups"], output
     reported = re.findall(r"^\[rank 0/\d\] (?:epoch|step) +(\d+)/\d+ \| loss", output, re.MULTILINE)
     again = len(reported) - len({*reported})  # the work that the strike has cost
@@ -164,8 +165,8 @@ def run_until_done(plan, path, data_dir):
     command = (*TORCHRUN, "--standalone", f"--nproc-per-node={plan.world_size}", "--max-restarts=3",
                ROOT / "tests/fault_worker.py", orders, path.parent, ROOT / SCRIPTS[plan.script],
                *arguments(plan.script, LENGTHS[plan.script][1], data_dir))
-    # These ask for the variable (launch/README.md): they cannot tell attempts apart by themselves.
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if plan.script in ("03", "several") else {}
+    # 03 asks for the variable (launch/README.md): it cannot tell attempts apart by itself.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if plan.script == "03" else {}
     for starts in range(1, 5):
         job = start(*command, cwd=path.parent, env=env)
         try:
@@ -210,12 +211,17 @@ def check_snapshot(path, output):
 
 @functools.cache
 def whole_run(script, world_size, data_dir):
-    """The last snapshot of an uninterrupted run."""
+    """The last snapshot of an uninterrupted run, and its log."""
     with tempfile.TemporaryDirectory() as folder:
-        words = arguments(script, LENGTHS[script][0], data_dir)  # saved at its end only
+        words = arguments(script, LENGTHS[script][1], data_dir)
         result = fork_ranks(SCRIPTS[script], *words, cwd=folder, world_size=world_size)
         assert result.status == 0, result.output
-        return torch.load(f"{folder}/snapshot.pt", weights_only=True)
+        return torch.load(f"{folder}/snapshot.pt", weights_only=True), log_of(folder)
+
+
+def log_of(folder):
+    path = pathlib.Path(folder, "snapshot.csv")
+    return path.read_text() if path.exists() else None
 
 
 def main():

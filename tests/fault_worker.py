@@ -15,22 +15,21 @@ import signal
 import sys
 import time
 
-LOADING = "resume", "load_snapshot"  # whichever the script has
-
 
 def place_of(moment, script):
     """(owner, name) of the function that is called at that moment."""
     import torch  # not before the script, which must ask for its parent first
 
+    survive = getattr(script, "survive", None)  # of the template
     return {
-        "rank starts": (script, "pick_device"),
-        "resuming": (script, next(name for name in LOADING if hasattr(script, name))),
+        "rank starts": (survive or script, "pick_device"),
+        "resuming": (survive.Snapshot, "load") if survive else (script, "resume"),
         "step": (torch.optim.Optimizer, "zero_grad"),
         "evaluation": (getattr(script, "Net", None) or script.GPT, "forward"),
         "writing": (torch, "save"),
         "before the move": (os, "replace"),
         "after the move": (os, "replace"),
-        "the end": (script, "check_replicas"),
+        "the end": (survive, "leave") if survive else (script, "check_replicas"),
     }[moment]
 
 

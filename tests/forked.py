@@ -134,6 +134,7 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [str(script), *map(str, arguments)]
+    sys.path.insert(0, str(script.parent))  # as "python SCRIPT" does
     try:
         for function in before if isinstance(before, tuple) else [before] * (before is not None):
             function()
@@ -152,13 +153,17 @@ def variant(folder, script, changes):
     Each old text must stand in the script exactly once: else a test would change nothing, or more
     than it means to.
     """
-    text = (ROOT / script).read_text()
+    paths = [ROOT / script]
+    if script == "template/train.py":  # two files that are copied together
+        paths.append(ROOT / "template/survive.py")
+    texts = {folder / path.name: path.read_text() for path in paths}
     for old, new in changes.items():
-        assert text.count(old) == 1, f"{text.count(old)} times in {script}: {old!r}"
-        text = text.replace(old, new)
-    path = folder / pathlib.Path(script).name
-    path.write_text(text)
-    return path
+        count = sum(text.count(old) for text in texts.values())
+        assert count == 1, f"{count} times in {script}: {old!r}"
+        texts = {path: text.replace(old, new) for path, text in texts.items()}
+    for path, text in texts.items():
+        path.write_text(text)
+    return folder / paths[0].name
 
 
 def numbers(pattern, result):

@@ -1,7 +1,7 @@
 """Do the tests notice when a statement of a script is wrong? A tool, and no test itself.
 
     python tests/mutants.py 02 --count 40 --seed 1
-    python tests/mutants.py template/one_machine --count 40
+    python tests/mutants.py template/train --count 40
 
 It draws changes of one script, each of one place: a statement or a decorator deleted, True for
 False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
@@ -121,24 +121,29 @@ def run_tests(folder, arguments, output):
     os._exit(status)
 
 
-def tests_of(scripts, units):
+def tests_of(scripts):
     """Return the words for pytest that choose the tests of some scripts."""
     names, shared, own = [], [], []  # shared: those that test several scripts, by name
     for script in scripts:
-        if script.parent == ROOT or script.stem == "several_machines":
-            names.append(script.name[:2] if script.parent == ROOT else "03")
-            shared += ["tests/test_units.py", "tests/test_jobs.py"]
+        if script.parent == ROOT:
+            names.append(script.name[:2])
+            if names[-1] in ("01", "02", "03"):
+                shared += ["tests/test_02_torchrun_elastic.py", "tests/test_jobs.py",
+                           "tests/test_swap.py"]
+        elif script.parent.name == "template":
+            names.append("template")
+            own += ["tests/test_template.py", "tests/test_swap.py"]
         else:
             names.append(script.stem)
             shared += ["tests/test_recipes.py"]
         own += [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
-    if {"01", "02", "03", "one_machine"} & set(names):
+    if {"01", "02", "03", "template"} & set(names):
         own.append("tests/test_faults.py")
     if names[0] != "05":
         shared.append("tests/test_pretended_gpus.py")
     everywhere = " or ".join(pathlib.Path(path).name for path in shared)
     chosen = f"not ({everywhere}) or {' or '.join(names)}"
-    return ["-k", chosen, *dict.fromkeys(shared + ([] if units else own))]
+    return ["-k", chosen, *dict.fromkeys(own + shared)]
 
 
 def also(script, changed):
@@ -152,12 +157,12 @@ def also(script, changed):
     return {}
 
 
-def noticed_by(original, script, changed, timeout, units):
+def noticed_by(original, script, changed, timeout):
     """Return the name of the test that noticed the change, or None; and why it is none."""
     skipped, deadline = [], time.monotonic() + timeout
     arguments = ["-q", "-x", "-s", "-m", "not long", "-n0", "--tb=short", "-p", "no:cacheprovider"]
     files = {script: changed, **also(script, changed)}
-    arguments += tests_of(files, units)
+    arguments += tests_of(files)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
         shutil.copytree(original, folder)
@@ -184,12 +189,11 @@ def noticed_by(original, script, changed, timeout, units):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("script", help="how its path begins: 01, or template/one_machine")
+    parser.add_argument("script", help="how its path begins: 01, or template/train")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one mutant")
     parser.add_argument("--lines", type=int, nargs="+", help="all mutants of these, and no draw")
-    parser.add_argument("--units", action="store_true", help="only test_units.py, test_jobs.py")
     args = parser.parse_args()
     [script] = ROOT.glob(f"{args.script}*.py")
     drawn = found = mutants(script.read_text())
@@ -202,10 +206,10 @@ def main():
         original = pathlib.Path(folder, "original")
         shutil.copytree(ROOT, original, ignore=shutil.ignore_patterns(
             ".git", ".venv", "data", "__pycache__"))
-        alarm = noticed_by(original, script, script.read_text(), 2 * args.timeout, args.units)
+        alarm = noticed_by(original, script, script.read_text(), 2 * args.timeout)
         assert alarm == (None, ""), f"without any change: {alarm}"
         for line, shown, changed in drawn:
-            test, remark = noticed_by(original, script, changed, args.timeout, args.units)
+            test, remark = noticed_by(original, script, changed, args.timeout)
             noticed += test is not None
             result = f"noticed by {test}" if test else f"LIVED {remark}"
             print(f"{line:4} {result} | {shown}", flush=True)

@@ -23,7 +23,7 @@ DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
                               *ROOT.glob("docs/*.md")} - {README})]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
 KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
-             " --nproc-per-node=2 --max-restarts=3 template/one_machine.py")
+             " --nproc-per-node=2 --max-restarts=3 template/train.py")
 EXERCISE = "python exercises/03_average_gradients.py, with a sum, and with --solution"
 FOLDER = ROOT / "docs/transcripts"
 PICTURES = ROOT / "docs/pictures"

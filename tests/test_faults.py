@@ -12,14 +12,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from fault_campaign import DESIGN, play
 from lab import Lab
-from snapshots import BAD_SNAPSHOTS
 from support import PYTHON, ROOT, TORCHRUN, family, fork, fork_ranks, listening, run, wait_until
 
 ONE, SCRIPT = "01_single_node_multi_gpu.py", "02_torchrun_elastic.py"
-MULTINODE = "template/several_machines.py"
+TEMPLATE, SURVIVE = "template/train.py", "template/survive.py"
 FORK = multiprocessing.get_context("fork")
 
 # ---- Killed anywhere (python tests/fault_campaign.py --rounds 100 for more) ----
@@ -48,7 +46,7 @@ def orphan(first_call, pipe):
 def test_a_worker_does_not_outlive_its_rank():
     """Nor when the rank is killed before PyTorch's own worker has looked for it."""
     ours, its = FORK.Pipe()
-    call = runpy.run_path(str(ROOT / MULTINODE))["ignore_sigterm"]
+    call = runpy.run_path(str(ROOT / SURVIVE))["obey_rank"]
     rank = FORK.Process(target=orphan, args=(call, its))
     rank.start()
     its.close()
@@ -61,94 +59,53 @@ def test_a_worker_does_not_outlive_its_rank():
         rank.join()
 
 
-# ---- Bad disks ----
-
-
-def test_a_bad_snapshot_is_refused_or_does_no_harm(tmp_path, monkeypatch, capsys):
-    """Cut at any length, it is refused. A flipped byte may lie where nothing is held (padding)."""
-    monkeypatch.chdir(tmp_path)
-    script, path = runpy.run_path(str(ROOT / MULTINODE)), tmp_path / "snapshot.pt"
-
-    def parts(seed):
-        torch.manual_seed(seed)
-        model = script["Net"]()
-        return model, torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-
-    model, optimizer = parts(seed=1)
-    model(torch.ones(2, 28, 28)).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "next_epoch": 2}
-    script["save"](state, "snapshot.pt")
-    content = path.read_bytes()
-
-    def refusal():
-        """The line with which the snapshot is refused; None if it is used, and whole."""
-        before, others = path.read_bytes(), parts(seed=2)
-        try:
-            assert script["resume"]("snapshot.pt", *others) == {"next_epoch": 2}
-        except SystemExit as error:
-            [line] = capsys.readouterr().err.splitlines()
-            assert error.code == 1 and "cannot continue from snapshot.pt" in line
-            assert "move it away" in line and path.read_bytes() == before
-            assert os.listdir() == ["snapshot.pt"], "code in the pickle was executed"
-            return line
-        for mine, its in zip((model, optimizer), others, strict=True):
-            torch.testing.assert_close(its.state_dict(), mine.state_dict(), rtol=0, atol=0)
-        return None
-
-    assert refusal() is None
-    for spoil, message in BAD_SNAPSHOTS.items():
-        path.write_bytes(content)
-        spoil(path, content)
-        assert message in refusal()
-    for length in range(0, len(content), len(content) // 15):
-        path.write_bytes(content[:length])
-        assert refusal(), length
-    refused = 0
-    for place in range(len(content) // 40, len(content), len(content) // 20):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
-        refused += refusal() is not None
-    assert refused >= 15  # of 20
-
-
 # ---- A wait in vain ----
 
 
-@pytest.mark.parametrize("script", [MULTINODE, "template/one_machine.py"])
-def test_a_rank_that_waits_for_a_dead_one_leaves_by_itself(tmp_path, script):
-    """SIGTERM comes while the main thread waits in torch's C++, where no handler of Python runs."""
-    (tmp_path / "wait.py").write_text("""
+WAIT = """
 import os, runpy, signal, sys, threading
 from datetime import timedelta
 import torch.distributed as dist
 os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "11"  # seconds
-asked = runpy.run_path(sys.argv[1])["leave_on_sigterm"]()
-os.kill(os.getpid(), signal.SIGTERM)
-assert asked.wait(10)  # in Python the handler runs, and the process goes on
-asked.clear()
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+asked_to_leave = runpy.run_path(sys.argv[1])["leave_on_sigterm"](60)
+assert not asked_to_leave()
+"""
+IN_PYTHON = """
 # To end a process that was forked, as multiprocessing.Pool does, must not end this one.
 reader, writer = os.pipe()
 if (child := os.fork()) == 0:
     os.write(writer, b"here")
-    asked.wait(20)  # which SIGTERM must not set here, but end this child
+    signal.pause()
     os._exit(0)
 os.read(reader, 4)
 os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+assert not asked_to_leave()
+os.kill(os.getpid(), signal.SIGTERM)  # in Python the handler runs, and the process goes on
+assert asked_to_leave()
+threading.Event().wait(7)
+"""
+IN_TORCH = """
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 store.wait(["never"], timedelta(seconds=50))
-""")
-    result = fork(tmp_path / "wait.py", ROOT / script, cwd=tmp_path)
-    assert result.status == 128 + signal.SIGTERM, result.output
+"""
+
+
+@pytest.mark.parametrize(("where", "status"), [(IN_PYTHON, 0), (IN_TORCH, 128 + signal.SIGTERM)])
+def test_a_rank_that_waits_for_a_dead_one_leaves_by_itself(tmp_path, where, status):
+    """SIGTERM comes while the main thread waits in torch's C++, where no handler of Python runs."""
+    (tmp_path / "wait.py").write_text(WAIT + where)
+    result = fork(tmp_path / "wait.py", ROOT / SURVIVE, cwd=tmp_path)
+    assert result.status == status, result.output
 
 
 # ---- Two jobs ----
 
 
 @pytest.mark.parametrize(("script", "lock"), [
-    (MULTINODE, f"snapshot.pt.{socket.gethostname()}.lock"),
-    ("template/one_machine.py", "snapshot.pt.lock"),
+    (TEMPLATE, f"snapshot.pt.{socket.gethostname()}.lock"),
 ])
 def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path, script, lock):
     with open(tmp_path / lock, "w") as file:  # the first one's
@@ -175,13 +132,14 @@ def test_two_jobs_in_one_folder_do_not_meet(tmp_path, mnist_dir):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "arguments"), [
-    ("01", [1]), ("02", [1]), ("04", ["--only", "groups"]), ("05", []), ("06", [1])])
+    ("01", [1]), ("02", [1]), ("04", ["--only", "groups"]), ("05", []), ("06", [1]),
+    ("template/train", [2, 1])])
 def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number, arguments):
     """Where Gloo would listen at the address in the network, and a store at all of them.
 
     All but torchrun itself, which listens everywhere: launch/README.md says so.
     """
-    [script] = ROOT.glob(f"{number}_*.py")
+    [script] = ROOT.glob(f"{number}*.py")
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")
     launcher = ("python",) if number in ("01", "05") else torchrun
     listeners, deadline = set(), time.monotonic() + 300

@@ -141,8 +141,8 @@ def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path, started):
         return int(run(PYTHON, "-c", code, cwd=tmp_path, env=SEES_GPUS).output.split()[-1])
 
     limit = memory_in_use() + 50 * 2**20  # of what the driver itself keeps
-    process = started("template/several_machines.py", 1000, 1000)
-    read_until(process, "epoch  2/1000")
+    process = started("template/train.py", 10_000, 10_000)
+    read_until(process, "step +20/10000")
     process.kill()
     wait_until(lambda: not family(process), "workers live on", timeout=30)
     wait_until(lambda: memory_in_use() < limit, "memory still in use", timeout=60, pause=1)
@@ -198,7 +198,7 @@ def test_a_rank_that_stops(two_gpus, tmp_path, started, figures):
     """What the others print, and how long it takes, is written down: it differs by version."""
     script = variant(tmp_path, MULTINODE, WHO | {"default=600": "default=20"})
     process = started(script, 1000, 1000)
-    output = read_until(process, "epoch  2/1000")
+    output = read_until(process, "step +20/10000")
     os.kill(pid_of_rank_1(output), signal.SIGSTOP)
     begin = time.monotonic()
     output, _ = process.communicate(timeout=300)

@@ -199,10 +199,10 @@ def test_the_command_of_the_page(request):
 
 @pytest.mark.long
 def test_the_file_of_a_real_job():
-    script = ("template/one_machine.py", 60, 20)
+    script = ("template/train.py", 60, 20)
     command = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=3", *script)
-    options = ("--rounds", 1, "--seed", 7, "--line", r"sha256 \w+", "--file", "one_machine.pt")
+    options = ("--rounds", 1, "--seed", 7, "--line", r"sha256 \w+", "--file", "train.pt")
     result = run(PYTHON, KILL_TEST, *options, "--", *command, cwd=ROOT, env=ACTIVE, timeout=1200)
     assert result.status == 0, result.output
-    assert " and one_machine.pt\n" in result.output
+    assert " and train.pt\n" in result.output
     assert "\n1 of 1 rounds ended equal" in result.output

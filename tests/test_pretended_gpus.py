@@ -59,8 +59,7 @@ TWO_MACHINES = {"world_size": 4, "nodes": 2}
 @pytest.mark.parametrize(("script", "options", "devices"), [
     ("02_torchrun_elastic.py", {}, [0, 1]),
     ("03_multinode.py", TWO_MACHINES, [0, 1, 0, 1]),
-    ("template/several_machines.py", TWO_MACHINES, [0, 1, 0, 1]),
-    ("template/one_machine.py", {}, [0, 1]),
+    ("template/train.py", TWO_MACHINES, [0, 1, 0, 1]),
     ("04_collectives.py", {}, [0, 1]),
     ("launch/check_machines.py", TWO_MACHINES, [0, 1, 0, 1]),
     (MANY, TWO_MACHINES, [0, 1, 0, 1]),

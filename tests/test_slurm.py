@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+import shown
 import torch
 from lab import Lab
 from support import PYTHON, ROOT, end, fork_ranks, run, start, wait_until
@@ -83,14 +84,13 @@ def test_a_job_that_slurm_ends_early_comes_back(tmp_path, preempted):
 
 @pytest.mark.long
 def test_no_start_without_progress_is_followed_by_another(tmp_path):
-    """Otherwise a job whose epochs or saves take too long would come back for ever."""
-    for epoch, images, requeued in ((1, 0, True), (1, 0, False), (1, 40, True), (2, 0, True)):
+    """Otherwise a job whose steps or saves take too long would come back for ever."""
+    for step, requeued in ((0, True), (0, False), (40, True), (41, True)):
         path = tmp_path / "saved.pt"  # by ranks that go on from one and write another
-        torch.save({"model": {}, "next_epoch": epoch, "images_done": images,
-                    "written_by": str(time.monotonic())}, path)
+        torch.save({"model": {}, "step": step, "due": False, "plan": str(time.monotonic())}, path)
         status, calls = start_until_the_end_is_near(
             tmp_path, path, PYTHON=PYTHON, SLURM_CPUS_PER_TASK="4")
-        assert (status, "scontrol requeue 1" in calls) == (not requeued, requeued), (epoch, images)
+        assert (status, "scontrol requeue 1" in calls) == (not requeued, requeued), step
         assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 bash" in calls and " 2 1 150\n" in calls
 
 
@@ -132,37 +132,48 @@ def slurm(tmp_path):
 
 
 @pytest.mark.long
-def test_a_job_requeued_within_an_epoch_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, slurm):
+def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp_path, slurm):
     shutil.copytree(ROOT / "template", tmp_path / "template")
     log = tmp_path / "multinode-1.log"
-    arguments = (2, 2, "--batch-size", 8)  # small steps, so that an epoch takes some seconds
+    arguments = (300, 50, "--batch-size", 8)  # it is told to leave after the first save
     submitted = slurm("sbatch", ROOT / "launch/slurm.sbatch", *arguments, PROCESSES=2)
     assert "Submitted batch job 1" in submitted
 
     def text():
         return log.read_text() if log.exists() else ""
 
-    slurm.wait_until(lambda: "epoch  1/" in text())
+    slurm.wait_until(lambda: "step   50/300 | saved" in text())
     slurm("scancel", "--batch", "--signal=USR1", 1)
     slurm.wait_until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", 1))
     saved = torch.load(tmp_path / "snapshot.pt", weights_only=True)
-    assert saved["next_epoch"] == 2 and 0 < saved["images_done"] < 8192
+    assert 50 < saved["step"] < 300
     time.sleep(5)  # a node refuses a start that comes sooner: it takes it for the killed job's
     slurm("scontrol", "update", "JobId=1", "StartTime=now")
     slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
     assert "Restarts=1" in slurm("scontrol", "show", "job", 1)
 
     assert "job 1 saves and goes back into the queue" in text()
-    resumed = r"^node1 \[rank 0/4\] resumed from snapshot.pt of node\d at epoch 2, image (\d+)$"
-    assert re.findall(resumed, text(), re.MULTILINE) == [str(saved["images_done"])]
-    epochs = [int(number) for number in re.findall(r"epoch +(\d+)/.* images/s", text())]
-    assert epochs == [1, 2], "an epoch was trained twice, or not at all"
+    resumed = r"^node1 \[rank 0/4\] resumed from snapshot.pt after step (\d+), saved on node\d$"
+    assert re.findall(resumed, text(), re.MULTILINE) == [str(saved["step"])]
+    steps = [int(number) for number in re.findall(r"step +(\d+)/.* examples/s", text())]
+    assert steps == [*range(10, 301, 10)], "a step was trained twice, or not at all"
     whole = tmp_path / "whole"
     whole.mkdir()
-    fork_ranks("02_torchrun_elastic.py", *arguments, cwd=whole, world_size=4)
+    fork_ranks("template/train.py", *arguments, "--snapshot-path", "snapshot.pt", cwd=whole,
+               world_size=4, timeout=400)
     ours, theirs = (torch.load(folder / "snapshot.pt", weights_only=True)["model"]
                     for folder in (tmp_path, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for node in ("node1", "node2"):
         files = list((tmp_path / "multinode-1" / node).glob("**/stdout.log"))
         assert len(files) == 4, "two processes, twice"
+
+
+@pytest.mark.long
+def test_srun_alone_starts_the_template(tmp_path, slurm):
+    """As template/README.md says, in a batch script."""
+    shutil.copytree(ROOT / "template", tmp_path / "template")
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + shown.block("template: srun"))
+    slurm("sbatch", "--nodes=2", "--ntasks-per-node=2", "--output=log", tmp_path / "job.sh")
+    slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
+    assert "[rank 0/4] 4 replicas are identical, sha256 " in (tmp_path / "log").read_text()

@@ -16,7 +16,7 @@ import torch
 from support import ROOT, fork_ranks, fork_workers, load, tensors, variant
 
 ONE, LESSONS = "01_single_node_multi_gpu.py", ("02_torchrun_elastic.py", "03_multinode.py")
-TEMPLATE, SEVERAL = "template/one_machine.py", "template/several_machines.py"
+TEMPLATE = "template/train.py"
 
 TRAIN, TEST, BATCH, STEPS = 41, 7, 12, 3  # neither set can be shared equally
 SIX_STEPS = (2 * STEPS, 2)  # of the template: two epochs, a validation after every second step
@@ -26,7 +26,7 @@ SIX_STEPS = (2 * STEPS, 2)  # of the template: two epochs, a validation after ev
 MINE = '''
 SEED = 0
 LESSON = SETTLES = False
-import json, pathlib
+import json, os, pathlib
 
 import random, numpy
 random.seed(), numpy.random.seed()  # as in a fresh process
@@ -61,7 +61,7 @@ class MyNet(nn.Module):
         self.register_buffer("mask", torch.tensor([0.0, -float("inf")]))  # as for attention
         self.auxiliary = nn.Linear(64, 3)  # used in training only
         self.stem = nn.BatchNorm2d(1).requires_grad_(False).eval()  # frozen
-        self.teacher = nn.Linear(64, 3).requires_grad_(False)  # moved in forward, in a lesson
+        self.teacher = nn.Linear(64, 3).requires_grad_(False)  # moved in forward
         self.calls = 0
 
     def forward(self, images):
@@ -80,7 +80,7 @@ class MyNet(nn.Module):
         images = images.unsqueeze(1).clone()
         images[:, :, 0, :4] = sum(seen.get("drawn", [0]))
         helped = self.auxiliary(images.flatten(1)) if self.training else 0
-        if LESSON and self.training:
+        if self.training:
             with torch.no_grad():
                 self.teacher.weight.lerp_(self.auxiliary.weight, 0.1)
             helped = helped + self.teacher(images.flatten(1))
@@ -110,9 +110,6 @@ SCHEDULE = {  # as the comments say
     '"optimizer": optimizer.state_dict(),':
         '"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),',
 }
-SWAP_IN_SEVERAL = SWAP | SCHEDULE | {
-    '# (Your schedule: schedule.load_state_dict(snapshot["schedule"]).)':
-        'schedule.load_state_dict(snapshot["schedule"])'}
 
 
 def swap_in_lesson(script):
@@ -137,12 +134,20 @@ def swap_in_lesson(script):
 MIXED = """print(f"mixed {dist.get_rank()} {step} {share}\\n", end="")
     return (share * cross_entropy(logits, labels)
             + (1 - share) * cross_entropy(logits, labels.flip(0)))"""
+# Its items are dicts, with tuples and dicts in them.
+NESTED = """
+class Nested(MyImages):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return {"image": image, "more": (label, {"name": f"image {index}"})}
+"""
 SWAP_IN_TEMPLATE = {
-    "\nSEED = 0\n": MINE,
-    "train_set, validation_set, source = load_sets(args)":
-        "train_set, validation_set, source = MyImages(41, True), MyImages(7, False), 'of mine'",
+    "\nSEED = 0\n": MINE + NESTED,
+    "train_set, validation_set, source = load_sets()":
+        "train_set, validation_set, source = Nested(41, True), Nested(7, False), 'of mine'",
     "model = GPT().to(device)": "model = MyNet().to(device)",
-    "[windows] = [part": "images, labels = [part",
+    "[windows] = [part.to(device, non_blocking=True) for part in batch]":
+        'images, labels = batch["image"], batch["more"][0]',
     "# share = numpy": "share = numpy",
     "logits = model(windows[:, :-1])": "logits = model(images)",
     "return cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())": MIXED,
@@ -167,10 +172,10 @@ def play(folder, script, world_size, plan=(), changes=()):
 
 
 def swapped(folder, script, changes=()):
-    swap = {TEMPLATE: SWAP_IN_TEMPLATE, SEVERAL: SWAP_IN_SEVERAL}.get(script)
-    path = variant(folder, script, (swap or swap_in_lesson(script)) | dict(changes))
-    for line in (ROOT / script).read_text().splitlines():
-        if any(old in line for old in SWAP | SWAP_IN_TEMPLATE if old != "# share = numpy"):
+    swap = SWAP_IN_TEMPLATE if script == TEMPLATE else swap_in_lesson(script)
+    path = variant(folder, script, swap | dict(changes))
+    for line in (ROOT / script).read_text().splitlines() if script != TEMPLATE else []:
+        if any(old in line for old in SWAP):
             assert re.search("# your (data|model|loss)", line), f"no mark: {line}"
     return path
 
@@ -190,7 +195,7 @@ def noted(folder, name):
     """What the model has noted in one of its files, without the pass that settles DDP's order."""
     seen = map(json.loads, (folder / name).read_text().splitlines())
     return [each for each in seen
-            if each["items"] != [0, TRAIN - 1] and not each.get("settles")]
+            if each["items"] != [0, 4] and not each.get("settles")]
 
 
 def steps_of(folder, passes=1):
@@ -227,7 +232,7 @@ def assert_same_end(whole, killed, *names):
         assert all(torch.equal(*pair) for pair in pairs), f"other bits in {name}"
         assert mine.get("schedule") == its.get("schedule")
         assert mine.get("best") == its.get("best"), "another best"
-    validated = r"step +(\d+)/\d+ \| validation loss (\S+) \| (best after .*)"
+    validated = r"step +(\d+)/\d+ \| training loss (.*) \| validation loss (.*) \| (best .*)"
     mine, its = ({*re.findall(validated, output)} for _, output in (whole, killed))
     assert mine == its, "other validations"
 
@@ -252,7 +257,6 @@ def test_01(tmp_path):
     pytest.param(LESSONS[0], 2, ["step 6 of rank 0", "worker 3 of rank 1"], marks=pytest.mark.long),
     (LESSONS[1], 2, ["worker 4 of rank 0"]),
     pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long),
-    pytest.param(SEVERAL, 2, ["worker 9 of rank 0", "step 3 of rank 1"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, whole, script, world_size, plan):
     folder, output = whole(script, world_size)
@@ -265,7 +269,7 @@ def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, whole, script, w
 
 @pytest.mark.parametrize(("world_size", "plan"), [
     (2, ["validation 2 of rank 1"]),
-    pytest.param(3, ["step 10 of rank 2", "worker 2 of rank 1"], marks=pytest.mark.long),
+    pytest.param(3, ["worker 9 of rank 1", "step 4 of rank 2"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_template(tmp_path, whole, world_size, plan):
     """As on one rank: the items of each step, and the augmentation of each. Kills change no bit."""
@@ -279,3 +283,20 @@ def test_the_template(tmp_path, whole, world_size, plan):
     assert len(shares) == load(folder)["step"] == len(dict(shares)), "the mixup differs by rank"
     again = play(tmp_path, TEMPLATE, world_size, plan)
     assert_same_end((folder, output), (tmp_path, again), "snapshot.pt", "snapshot_best.pt")
+    assert (tmp_path / "snapshot.csv").read_text() == (folder / "snapshot.csv").read_text()
+
+
+COMMENT = "# Weighted: return torch.multinomial(weights, "
+
+
+def test_weighted_sampling_in_the_template(tmp_path):
+    """As its comment says. An item that comes twice in an epoch is augmented in two ways."""
+    weigh = {COMMENT: COMMENT.replace("# Weighted: ", "weights = torch.arange(count) + 0.1\n    ")}
+    runs = []
+    for name, plan in ("whole", []), ("killed", ["step 8 of rank 0"]):
+        (tmp_path / name).mkdir()
+        runs.append((tmp_path / name, play(tmp_path / name, TEMPLATE, 2, plan, weigh)))
+    assert_same_end(*runs, "snapshot.pt", "snapshot_best.pt")
+    pairs = [pair for step in steps_of(tmp_path / "whole", passes=2)[:STEPS] for pair in step]
+    assert len({item for item, _ in pairs}) < len({*pairs}) == STEPS * BATCH
+    assert sum(item for item, _ in pairs) / len(pairs) > TRAIN / 2 + 3, "not weighted"

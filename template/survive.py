@@ -1,0 +1,500 @@
+"""What keeps a training job alive. Copy it beside train.py; nothing here needs a change.
+
+Plain functions and one class, in the order in which train.py meets them. They call nothing of yours
+but state_dict() and load_state_dict(). "All ranks call it": if one does not, the others wait.
+"""
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import io
+import itertools
+import multiprocessing
+import os
+import pathlib
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+import zipfile
+from datetime import timedelta
+
+LAUNCHER = os.getppid()  # torchrun, asked now: importing torch takes seconds
+SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all attempts
+WRITTEN_BY = "archive/written_by"  # an entry of the zip file that torch.save writes
+NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # keep this: imported later, by DDP, it would keep the group open
+
+
+def start(timeout=600):
+    """Join the job; return this process's torch.device, a GPU of its own or the CPU.
+
+    timeout: seconds that ranks wait for each other in an exchange: more than a save takes. torchrun
+    has started it, on one machine or several; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    (LOCAL_RANK and LOCAL_WORLD_SIZE, too, where a machine has several processes). Without it:
+    restarted ranks look for the dead at their old addresses, and stand still (pytorch issue
+    135712); a rank outlives its torchrun, and writes on; nobody says which rank is missing. If the
+    start fails, one line says why (status 1 or 2).
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+
+    def end_with_torchrun():
+        while os.getppid() == LAUNCHER:
+            time.sleep(0.5)
+        os._exit(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=end_with_torchrun, daemon=True).start()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.setdefault("LOCAL_WORLD_SIZE", "1"))
+    one_machine = local_world_size == world_size
+    if one_machine:  # nobody else has to reach these processes: interface 1 is the loopback
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
+    device, backend = pick_device(local_rank)
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # 1 is torchrun's; more are yours
+    torch.set_num_threads(threads if threads > 1 else max(1, cores() // local_world_size))
+
+    # torchrun's store holds the addresses of the dead: so each attempt has its own prefix there.
+    # (Each machine counts its own attempts: several need new stores, see below.)
+    attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit,
+            is_master=rank == 0 and not SHARED_STORE,  # else torchrun serves it
+            wait_for_workers=False, multi_tenant=True)  # do not wait yet: roll_call does
+        if one_machine:
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+        roll_call(store, rank, world_size, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit,
+            device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
+    except Exception as error:  # names, store and connections raise different types
+        stop(explain(error), status=1)
+    show = sys.excepthook
+    sys.excepthook = lambda *error: (show(*error), name_the_stopped(error[1], store))
+    mine = f"{socket.gethostname()}, local rank {local_rank}, {device}, pid {os.getpid()}"
+    for number, place in enumerate(gathered(mine)):
+        log(f"attempt {attempt}, {backend}: rank {number} is on {place}")
+    if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        log(f"note: a restart, or a machine that joins, will fail: set {NEW_STORES}")
+    return device
+
+
+def pick_device(local_rank):
+    """Return (device, backend): GPU number local_rank with its backend, or the CPU with Gloo."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.get_default_backend_for_device(gpu or "cpu")
+    if backend != "gloo":
+        if local_rank >= torch.accelerator.device_count():
+            raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
+        torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
+        return torch.device(gpu.type, local_rank), backend
+    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # up to a third faster
+    return torch.device("cpu"), "gloo"
+
+
+def cores():
+    """Return how many cores the job may use here: by its mask, or by a container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for names in ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]:  # cgroup v2, v1
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
+            texts = [pathlib.Path("/sys/fs/cgroup", name).read_text() for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            count = min(count, max(1, quota // period)) if quota > 0 else count
+    return count
+
+
+def roll_call(store, rank, world_size, timeout):
+    store.set(f"rank {rank}", "here")
+    missing, deadline = [], time.monotonic() + timeout
+    for number in range(world_size):
+        try:  # (check() would ask without a limit, and the store may be gone, too)
+            store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            missing.append(f"rank {number}")
+    if missing:
+        stop(f"{', '.join(missing)} did not come within {timeout:g} s: look for an error above, or"
+             " for a process that hangs", status=1)
+
+
+def explain(error):
+    """Return one line: the likeliest cause, its cure, and what torch said."""
+    server, said = "torchrun" if SHARED_STORE else "rank 0", repr(error)[:300]
+    cause = (f"look for an error of {server} on {os.environ['MASTER_ADDR']}, or run"
+             " launch/check_machines.py on each machine: it finds out why")
+    if "remote=[127." in said or "remote=[::1" in said:
+        cause = ("a machine gives the others an address that they cannot reach: set"
+                 " GLOO_SOCKET_IFNAME to an interface that ip -br address shows")
+    if SHARED_STORE and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        cause = f"a restart finds the addresses of the dead: set {NEW_STORES}"
+    return f"{cause} ({said})"
+
+
+def name_the_stopped(error, store):
+    """After a timeout (of Gloo: NCCL's ends the process itself), print which ranks have stopped."""
+    rank, world_size, absent = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), []
+
+    def ask():  # in a thread, as set and check have no limit of their own
+        with contextlib.suppress(dist.DistError):  # the store may be gone, too
+            store.set(f"rank {rank} failed", "")
+            time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
+            absent.extend(r for r in range(world_size) if not store.check([f"rank {r} failed"]))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10)
+    if "timed out" in str(error).lower() or "timeout" in str(error):
+        whom = f"rank {', '.join(map(str, absent)) or '?'}: it has stopped, or waits elsewhere"
+        if asking.is_alive():
+            whom = "a store that does not answer: rank 0, or its machine, has stopped"
+        print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
+
+
+def gathered(value):
+    """Return every rank's value, in rank order. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
+    return values
+
+
+def log(message, every_rank=False):
+    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+    if every_rank or dist.get_rank() == 0:
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+
+
+def stop(message, status=2):
+    """End this process with one line in place of a traceback: for errors that the user can mend."""
+    # Ranks mostly fail alike: local rank 0 says it, and torchrun then ends the others.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+    name = os.path.basename(sys.argv[0])
+    print(f"{name}: error: {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def seed(*numbers):
+    """Seed torch (GPUs, too), numpy and random from these numbers and texts, however many.
+
+    Without it, a resumed run draws other dropout masks and augmentations than an unbroken one. With
+    it, nothing about random numbers needs saving: seed(SEED, step, rank) gives each step and rank
+    its own. A generator of your own does not follow: make it anew, from torch.randint(2**62, ()).
+    """
+    value = int(hashlib.sha256(repr(numbers).encode()).hexdigest()[:16], 16)
+    random.seed(value)
+    numpy.random.seed([value % 2**32, value >> 32])
+    torch.manual_seed(value)
+
+
+def my_share(order, epoch, first, batch_size, micro_batches=1):
+    """Return this rank's part of one step: for each micro-batch, a list of (epoch, place, item).
+
+    order: the items of the epoch, a list or an integer tensor (N,), alike on all ranks. Of these,
+    the step takes batch_size, from place first on, for all ranks together. So it has the same items
+    on any number of ranks, and a job goes on with more or fewer. (DistributedSampler would repeat
+    items then, and leave others out.) Sizes may differ by one; batch_size must be at least ranks x
+    micro_batches.
+    """
+    places = range(first, first + batch_size)[dist.get_rank() :: dist.get_world_size()]
+    cuts = [len(places) * i // micro_batches for i in range(micro_batches + 1)]
+    return [[(epoch, place, int(order[place])) for place in places[cut:end]]
+            for cut, end in itertools.pairwise(cuts)]
+
+
+class Snapshot:
+    """The state of the job in one file, whole at any moment, on the disk of each machine.
+
+    path: of that file. plan: a text that stays the same as long as the job lasts, as the size of
+    the batches does. parts: name=object for all that has a state_dict(): the model before DDP()
+    wraps it, the optimizer, a GradScaler. writer: whether this rank writes on its disk; one does.
+    All ranks make it and call its methods. It stops (status 1 or 2) if path cannot be written, or
+    if another job has it. Without it: a kill leaves half a file; a machine that comes back goes on
+    from an old one; two jobs, or halves of one, write over each other's.
+    """
+
+    def __init__(self, path, plan, **parts):
+        self.path, self.plan, self.parts = path, plan, parts
+        self.writer = claim(path)
+        self.known = ""  # what the file says who wrote it
+        self.job = self.attempt = gathered(uuid.uuid4().hex)[0]
+
+    def load(self, **new):
+        """Load all parts from the newest file of any machine; return the rest of it, a dict.
+
+        new: that rest in a new job, or of names that the file has not. One is step, how many are
+        done. The newest is always sent to all ranks, which takes three times its size of memory on
+        each, and to disks that have another. It stops (status 1), and touches no file, if one is
+        damaged or does not fit, if the plan is another, or if the files are of different jobs.
+        """
+        path, mine, content = self.path, None, b""
+        if self.writer and os.path.exists(path):
+            try:
+                content = pathlib.Path(path).read_bytes()
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:  # the format of torch.save
+                    if damaged := archive.testzip():  # torch.load does not look at the checksums
+                        raise ValueError(f"wrong checksum of {damaged}")
+                self.known = writer_of(path)
+                # weights_only: an ordinary pickle can run any code while it is read.
+                step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
+                mine = step, self.known, socket.gethostname(), len(content)
+            except Exception as error:  # a damaged file can raise almost any exception
+                stop(f"cannot continue from {path} ({repr(error)[:300]}): if it is damaged, move it"
+                     " away to start anew; if it is another script's, choose another path", 1)
+        found = gathered(mine)
+        jobs = {its[1].split()[0]: its[2] for its in found if its and its[1]}
+        if len(jobs) > 1:  # the one that has trained longer would replace the other
+            stop(f"{' and '.join(jobs.values())} have snapshots of different jobs: move away {path}"
+                 " on each machine whose job is not to go on", 1)
+        self.job = next(iter(jobs), self.job)
+        if not any(found):
+            return new
+        newest = max(range(len(found)), key=lambda rank: found[rank][0] if found[rank] else -1)
+        step, known, machine, size = found[newest]
+        content = bytearray(content if dist.get_rank() == newest else size)
+        for piece in torch.frombuffer(content, dtype=torch.uint8).split(2**24):  # 16 MiB at a time
+            take_from(newest, piece)
+        try:  # map_location: otherwise tensors go to the GPU that they were saved from
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            for name, part in self.parts.items():
+                part.load_state_dict(state.pop(name))
+            plan = state.pop("plan")
+        except Exception as error:
+            stop(f"cannot continue from {path} ({repr(error)[-400:]}): it is whole, but not of this"
+                 " model and these parts: keep it, and choose another path", 1)
+        if plan != self.plan:
+            stop(f"{path} goes on with batches of {plan}, as before: with {self.plan}, some would"
+                 " come twice or never", 1)
+        if self.writer and self.known != known:  # if the others die now, this disk must have it
+            save(content, path)
+            self.known = known
+        dist.barrier()
+        log(f"resumed from {path} after step {step}, saved on {machine}")
+        return {**new, **state}
+
+    def save(self, **numbers):
+        """Save all parts, and these: plain numbers, texts and tensors, in lists and dicts.
+
+        One is step. When it returns, every disk has the file. Buffers (BatchNorm's means) are made
+        rank 0's. All else must be alike on all ranks: RuntimeError names the first that differs. It
+        stops (status 1) if save does, or if somebody else has written path meanwhile, which stays.
+        """
+        same_buffers(*self.parts.values())
+        compare(**self.parts, **numbers)
+        if self.writer:  # two halves of a job may train on after a cut
+            with contextlib.suppress(FileNotFoundError):
+                if writer_of(self.path) != self.known:
+                    stop(f"another job, or a lost part of this one, has written {self.path}"
+                         " meanwhile: its file stays. End one, or give it another path", 1)
+            # Who wrote it is no part of the state: runs that end alike have equal states.
+            self.known = f"{self.job} {self.attempt} {numbers['step']}"
+            states = {name: part.state_dict() for name, part in self.parts.items()}
+            save({**states, "plan": self.plan, **numbers}, self.path, self.known)
+        dist.barrier()
+
+
+def save(state, path, written_by=""):
+    """Write state to path. If the process dies meanwhile, the old file stays, whole.
+
+    state: tensors, numbers and texts in lists and dicts; or bytes, written as they are. written_by:
+    Snapshot's. It stops (status 1) if state cannot be written, or could not be loaded again.
+    """
+    # In the same folder: a move, not a copy. By machine: two halves of a job may write on one disk.
+    temporary = f"{path}.{socket.gethostname()}.tmp"
+    try:
+        with open(temporary, "w+b") as file:
+            if raw := isinstance(state, bytes | bytearray):
+                file.write(state)
+            else:
+                torch.save(state, file)
+                with zipfile.ZipFile(file, "a") as archive:
+                    archive.writestr(WRITTEN_BY, written_by)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
+        try:  # mmap: this reads few bytes
+            raw or torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            strange = [f"{name} is a {type(leaf)}" for name, leaf in leaves(state)
+                       if type(leaf).__module__.partition(".")[0] not in ("builtins", "torch")]
+            stop(f"{path} stays as it was, since the new one could not be loaded: save tensors and"
+                 f" plain numbers ({(strange or [repr(error)[:300]])[0]})", 1)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
+        stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", 1)
+    finally:
+        with contextlib.suppress(OSError):  # it has been moved
+            os.remove(temporary)
+
+
+def writer_of(path):
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(WRITTEN_BY).decode() if WRITTEN_BY in archive.namelist() else ""
+
+
+def claim(path):
+    """Return whether this rank is the first that sees path on its disk; it has the lock, then."""
+    names = [f"{path}.{name}.tmp" for name in gathered(uuid.uuid4().hex)]  # one for each rank
+    try:
+        open(names[dist.get_rank()], "x").close()
+    except OSError as error:
+        stop(f"cannot write {path} ({error.strerror}): choose another path")
+    dist.barrier()  # all have written their file
+    seen = [os.path.exists(name) for name in names]
+    dist.barrier()  # all have looked
+    os.remove(names[dist.get_rank()])
+    if first := seen.index(True) == dist.get_rank():
+        try:  # by machine: if one is cut off, its lock must not stop the others. Never closed.
+            file = os.open(f"{path}.{socket.gethostname()}.lock", os.O_WRONLY | os.O_CREAT, 0o666)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
+        except BlockingIOError:
+            stop(f"another job is running with {path}: end it, or choose another path", 1)
+        except OSError as error:
+            log(f"note: {path} cannot be locked ({error.strerror}): start no second job", True)
+    return first
+
+
+@contextlib.contextmanager
+def settled(*models):
+    """Let one forward and backward of each DDP model run here; then put its state_dict() back.
+
+    DDP collects gradients in buckets, and regroups these once, after its first backward. That
+    changes the order of additions and, with three ranks or more, the rounding. Without it, a
+    resumed run takes one step in another order than an unbroken one, and ends with other weights.
+    """
+    # On the CPU: at a resume, GPUs hold the optimizer's state already.
+    states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
+               for name, value in model.state_dict().items()} for model in models]
+    yield
+    for model, state in zip(models, states, strict=True):
+        model.load_state_dict(state)
+        model.zero_grad()
+
+
+def same_buffers(*modules):
+    """Give all ranks the buffers of rank 0's modules. All ranks call it before they validate.
+
+    Without it, BatchNorm's means, of its own share on each rank, differ: so do metrics, and one
+    rank may stop early alone. What is no torch.nn.Module is left as it is.
+    """
+    for module in modules:
+        for buffer in module.buffers() if isinstance(module, torch.nn.Module) else []:
+            take_from(0, buffer)
+
+
+def take_from(source, tensor):
+    """Copy rank source's tensor into that of each rank; it may be on any device."""
+    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    sent = tensor.detach().to(device).contiguous()
+    dist.broadcast(sent, src=source)
+    tensor.detach().copy_(sent)
+
+
+def compare(**parts):
+    """Return the sha256 of all this, 12 digits. RuntimeError names what differs between the ranks.
+
+    parts: name=object with a state_dict(), or numbers, texts and tensors in tuples, lists, dicts.
+    All ranks call it. Without it, machines may train on different data, and replicas drift unseen
+    (if layers are unfrozen after DDP(), say): each restart hides it by one rank's file.
+    """
+    mine = []
+    states = {name: its.state_dict() if hasattr(its, "state_dict") else its
+              for name, its in parts.items()}
+    for name, leaf in leaves(states):
+        content = repr(leaf).encode()
+        if torch.is_tensor(leaf):  # its bytes, of any type
+            content = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        mine.append((name, hashlib.sha256(content).hexdigest()[:12]))
+    whole = hashlib.sha256(repr(mine).encode()).hexdigest()[:12]
+    if len({*gathered(whole)}) > 1:
+        for row in itertools.zip_longest(*gathered(mine), fillvalue=("the number of values", "-")):
+            if len({*row}) > 1:
+                raise RuntimeError(f"the ranks differ in {row[0][0]}: {[its for _, its in row]}")
+    return whole
+
+
+def leaves(value, name=""):
+    """Yield (name, leaf) for all that is in nested dicts, lists and tuples."""
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def leave_on_sigterm(timeout):
+    """Return a function, asked_to_leave, that says whether any rank got SIGTERM, on all alike.
+
+    timeout: seconds, as in start. Call this before the first step; then asked_to_leave() in each
+    step, on all ranks (over the CPU, beside the work of a GPU). If it is true, save and return.
+    torchrun sends SIGTERM when it is stopped, when a machine joins, and when a rank failed; it
+    kills 30 s later. Without this, the steps since the last save are lost.
+    """
+    asked, grace = threading.Event(), int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    # Python runs that line only between two of its instructions: not while a collective waits for
+    # a dead rank. The byte that the signal leaves in this pipe comes at once: such a rank ends
+    # itself, after 20 s (it may wait for a slow save), and before torchrun kills.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a process has only one
+
+    def watch():
+        while signal.SIGTERM not in os.read(reader, 1):
+            pass
+        if not asked.wait(max(grace - 10, grace / 2)):
+            os._exit(128 + signal.SIGTERM)
+
+    # A forked process has this pipe, too, and its terminate() would end this one.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    threading.Thread(target=watch, daemon=True).start()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def asked_to_leave():
+        dist.all_reduce(flag := torch.tensor(int(asked.is_set())), group=group)
+        return flag.item() > 0
+    return asked_to_leave
+
+
+def obey_rank(worker):
+    """Let a loader's worker end with its rank, and not before: DataLoader's worker_init_fn.
+
+    worker: its number. Without it, torchrun's SIGTERM, which the workers get, too, ends them at
+    once, and their rank fails; a worker whose rank is killed in its first moments stays for ever.
+    """
+    if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the steps there
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    rank = multiprocessing.parent_process().pid
+
+    def watch():
+        while os.getppid() == rank:
+            asked = signal.sigtimedwait({signal.SIGTERM}, 1)  # None after a second
+            if asked and asked.si_pid == rank:
+                break
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave(finished):
+    """Close the connections; if not finished, exit with 143, the status of SIGTERM.
+
+    Call it when the function that has your model has returned, without an error. Without it, Python
+    may abort as it exits, all work done (pytorch issue 190489), and torchrun and Slurm take a job
+    that has left early for a finished one.
+    """
+    gc.collect()  # frees DDP, whose threads would live on
+    dist.destroy_process_group()
+    if not finished:
+        sys.exit(128 + signal.SIGTERM)

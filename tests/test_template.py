@@ -1,0 +1,807 @@
+"""template/: killed anywhere, on one machine or several, it ends with an unbroken run's bits.
+
+More of it: test_swap.py (another model and other data), test_faults.py (killed at other moments, a
+second job), test_lab.py (machines that are apart), test_slurm.py, test_kill_test.py.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+
+import numpy
+import pytest
+import shown
+import torch
+import torch.distributed as dist
+from lab import Lab
+from snapshots import flipped_byte, pickle_in_an_archive
+from support import (
+    ACTIVE,
+    PYTHON,
+    ROOT,
+    digest,
+    files,
+    fork,
+    fork_each,
+    fork_ranks,
+    free_port,
+    limit_file_size,
+    load,
+    machine,
+    play_machine,
+    pretend_one_gpu,
+    run,
+    start,
+    tensors,
+    variant,
+)
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+SCRIPT = "template/train.py"
+# 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
+SMALL = ("--batch-size", 13)
+NO_WORKERS = {"WORKERS = 2": "WORKERS = 0"}  # quicker
+RATE = "LEARNING_RATE, WARM_UP_STEPS, CLIP = 1e-2, 10, 1.0"
+WORSE = {RATE: RATE.replace("1e-2", "9.0")}  # so that each validation is worse than the last
+KEPT = ["snapshot.csv", "snapshot.pt", "snapshot_best.pt"]
+
+
+def train(folder, *arguments, changes=NO_WORKERS, status=0, **options):
+    """Run a variant of the template, which goes beside folder; it must end with that status."""
+    folder.mkdir(exist_ok=True)
+    script = variant(folder.parent, SCRIPT, changes)
+    result = fork_ranks(script, "--snapshot-path", "snapshot.pt", *arguments, cwd=folder, **options)
+    assert result.status == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def survive():
+    """Not imported above: a rank that calls a function of this file would have it too early."""
+    sys.path.insert(0, str(ROOT / "template"))
+    return importlib.import_module("survive")
+
+
+@pytest.fixture(scope="module")
+def names(survive):
+    """What train.py defines."""
+    return runpy.run_path(str(ROOT / SCRIPT))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """This process is the only rank of a group."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def reports(result):
+    """{step: (loss, learning rate, norm)} as rank 0 reported them, the last report of a step."""
+    pattern = r"step +(\d+)/\d+ \| loss (\S+) \| rate (\S+) \| norm +(\S+) \| +\d+ examples/s"
+    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
+    return {int(m[1]): (float(m[2]), float(m[3]), float(m[4])) for m in found if m}
+
+
+def validations(result):
+    """{step: (training loss, validation loss)}, the last ones of a step."""
+    pattern = (r"step +(\d+)/\d+ \| training loss (\S+) \| validation loss (\S+) \| best after step"
+               r" \d+")
+    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
+    return {int(m[1]): (float(m[2]), float(m[3])) for m in found if m}
+
+
+def resumed(result):
+    """The steps after which it went on."""
+    return [int(step) for step in re.findall(r"resumed .* after step (\d+),", result.output)]
+
+
+def assert_same_state(folder, other):
+    mine, its = load(folder), load(other)
+    assert all(torch.equal(*pair) for pair in zip(tensors(mine), tensors(its), strict=True))
+    plain = ("step", "due", "losses", "best", "rows", "plan", "scheduler")
+    assert all(mine[key] == its[key] for key in plain)
+    return mine
+
+
+# ---- Killed and resumed ----
+
+# A worker in attempt 1 alone, for the SIGTERM: elsewhere it is quicker without.
+LESS = WORSE | {
+    "REPORT_EVERY = 10": "REPORT_EVERY = 1",
+    "WORKERS = 2": "WORKERS = int(os.environ.get('TORCHELASTIC_RESTART_COUNT') == '1')"}
+VALIDATE = "    model.eval()\n    total"
+KILLED_IN_VALIDATION = {VALIDATE: (
+    "    if rank == 0 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '2':\n"
+    f"        os.kill(os.getpid(), 9)\n{VALIDATE}").replace("rank ", "dist.get_rank() ")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 7 steps on 3 ranks, and its folder."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train(folder, 7, 3, *SMALL, changes=LESS, world_size=3), folder
+
+
+def strike(number, attempt):
+    """Called in a child: in the number-th step of that attempt, the last rank and its workers."""
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("2", str(attempt)):
+        steps = itertools.count(1)
+
+        def ask(*_):
+            if next(steps) != number:
+                return
+            if attempt == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                workers = [worker.pid for worker in multiprocessing.active_children()]
+                assert workers, "torchrun signals the whole process group"
+                # By another process, as torchrun is one: the rank's own signal would end them.
+                subprocess.run(["kill", *map(str, workers)], check=True)
+                time.sleep(0.5)  # a worker that ended would end its rank here
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        register_optimizer_step_pre_hook(ask)
+
+
+def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, whole):
+    """SIGKILL in step 5, then SIGTERM in step 4, then SIGKILL while it validates after step 6."""
+    result, folder = whole
+    strikes = functools.partial(strike, 5, 0), functools.partial(strike, 1, 1)
+    again = train(tmp_path / "run", 7, 3, *SMALL, world_size=3, max_restarts=3,
+                  changes=LESS | KILLED_IN_VALIDATION, before=strikes)
+    assert resumed(again) == [3, 4, 6] and "leaving (SIGTERM) after step 4" in again.lines(0)
+    found = assert_same_state(tmp_path / "run", folder)
+    assert len(tensors(found)) == 151  # 30 parameters; of each an average, moments, a count
+    assert found["step"] == 7 and found["averaged"]["n_averaged"] == 7
+    assert digest(again) == digest(result)
+    assert reports(again) == reports(result) and len(reports(result)) == 7
+    # Of attempt 0, rank 0 may report the step in which rank 2 is killed.
+    assert len(re.findall(r"\| rate ", again.output)) - (4 + 1 + 2 + 1) in (0, 1)
+    assert validations(again) == validations(result) and list(validations(result)) == [3, 6, 7]
+    losses = [reports(result)[step][0] for step in (4, 5, 6)]
+    assert validations(again)[6][0] == pytest.approx(sum(losses) / 3, abs=2e-4)
+    best, its = (torch.load(path / "snapshot_best.pt") for path in (folder, tmp_path / "run"))
+    assert best["step"] == its["step"] == 3 and best["loss"] == its["loss"]
+    # The log has each row once.
+    rows = (folder / "snapshot.csv").read_text()
+    assert (tmp_path / "run/snapshot.csv").read_text() == rows
+    assert [row.split(",")[0] for row in rows.splitlines()] == ["step", "3", "6", "7"]
+    assert files(folder) == files(tmp_path / "run") == KEPT
+
+
+def test_the_learning_rate_warms_up_and_falls(whole, names):
+    rates = [rate for _, rate, _ in reports(whole[0]).values()]
+    assert rates == [0.9, 1.8, 2.7, 3.6, 4.5, 5.4, 6.3]
+    factor = names["warm_up_and_cosine"]
+    assert [round(factor(done, 60), 3) for done in (0, 9, 10, 35, 60)] == [0.1, 1, 1, 0.55, 0.1]
+    assert factor(10, 10) == 1 and factor(3, 3) == 0.4  # called once more after the last step
+
+
+def test_a_finished_run_trains_nothing_again(tmp_path, whole):
+    folder = shutil.copytree(whole[1], tmp_path / "run")
+    before = [(folder / name).read_bytes() for name in KEPT]
+    again = train(folder, 1, 1, *SMALL, world_size=3)
+    assert "nothing left to train: ask for more steps, or delete" in again.output
+    assert digest(again) == digest(whole[0])
+    assert [(folder / name).read_bytes() for name in KEPT] == before
+
+
+def test_an_inf_on_one_rank_spoils_neither_weights_nor_snapshot(tmp_path):
+    changes = {"(loss * weight * dist.get_world_size())": (
+        "(loss * weight * (math.inf if (step, dist.get_rank()) == (2, 1) else 2))")}
+    result = train(tmp_path / "run", 4, 1, *SMALL, changes=NO_WORKERS | changes, status=1)
+    snapshot = load(tmp_path / "run")
+    assert "is non-finite" in result.output and snapshot["step"] == 1
+    assert all(tensor.isfinite().all() for tensor in tensors(snapshot))
+
+
+def fail_in_backward():
+    """Called in a child: what torchrun would read of the error is to be in report.json."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath("report.json")
+
+    def backward(*args, **options):
+        raise RuntimeError("says this test")
+
+    torch.Tensor.backward = backward
+
+
+def test_an_error_reaches_torchrun(tmp_path):
+    train(tmp_path / "run", 1, *SMALL, status=1, world_size=1, before=fail_in_backward)
+    assert "says this test" in (tmp_path / "run/report.json").read_text()
+
+
+def test_epochs_and_patience(tmp_path):
+    """Epochs of 4 steps."""
+    changes = WORSE | NO_WORKERS | {"windows[:-VALIDATION]": "windows[:53]"}
+    result = train(tmp_path / "run", "--epochs", 3, "--patience", 1, *SMALL, changes=changes)
+    assert list(validations(result)) == [4, 8], result.output
+    assert "stopped early: no better validation since step 4" in result.lines(0)
+    assert load(tmp_path / "run")["step"] == 8
+    assert torch.load(tmp_path / "run/snapshot_best.pt")["step"] == 4
+
+
+# ---- What the ranks share ----
+
+
+def test_any_number_of_ranks_takes_the_same_steps(names, monkeypatch):
+    """Any first step, any size: the same items in each step, the rest left out."""
+    def steps(world_size, first_step, micro_batches=1):
+        args = argparse.Namespace(batch_size=10, accumulate=micro_batches)
+        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        shares = []
+        for rank in range(world_size):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            shares.append([*names["share_of_steps"](range(first_step, 20), 103, args)])
+            assert len(shares[-1]) == (20 - first_step) * micro_batches and all(shares[-1])
+        parts = [sorted(itertools.chain(*part)) for part in zip(*shares, strict=True)]
+        return [sorted(itertools.chain(*parts[i : i + micro_batches]))
+                for i in range(0, len(parts), micro_batches)]  # fmt: skip
+
+    whole = steps(1, 0)
+    for epoch, first in (0, 0), (1, 10):
+        epochs, places, items = zip(*itertools.chain(*whole[first : first + 10]), strict=True)
+        assert {*epochs} == {epoch} and {*places} == {*range(100)} and len({*items}) == 100
+        assert max(items) <= 102 and list(items) != sorted(items)
+    assert [item for *_, item in whole[0]] != [item for *_, item in whole[10]]
+    for world_size, first_step in itertools.product((2, 3, 7), (0, 1, 10, 20)):
+        assert steps(world_size, first_step) == whole[first_step:]
+    assert steps(3, 4, micro_batches=3) == whole[4:]
+
+
+WITH = "    with survive.settled(model):"
+HOOK = """\
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    model.register_comm_hook(None, lambda state, bucket: (
+        log("gradients exchanged") or allreduce_hook(state, bucket)))
+"""
+
+
+def first_step(folder, *arguments, world_size):
+    """Its result, and the gradient as AdamW has seen it: ten times its first moment."""
+    changes = NO_WORKERS | {"DROPOUT = 128, 64, 4, 2, 0.1": "DROPOUT = 128, 64, 4, 2, 0.0",
+                            WITH: HOOK + WITH, RATE: RATE.replace("1.0", "0.125")}
+    result = train(folder, 1, 1, *SMALL, *arguments, changes=changes, world_size=world_size)
+    state = load(folder)["optimizer"]["state"]
+    return result, torch.cat([10 * state[i]["exp_avg"].flatten() for i in range(len(state))])
+
+
+def test_ranks_that_cannot_divide_a_batch_take_the_step_of_one_process(tmp_path, names):
+    """3 ranks have 5, 4 and 4 windows, in micro-batches of 3, 2 or 2: the gradient of all 13."""
+    result, one = first_step(tmp_path / "one", "--accumulate", 1, world_size=1)
+    again, three = first_step(tmp_path / "three", "--accumulate", 2, world_size=3)
+    assert (three - one).norm() / one.norm() < 1e-5
+    (loss, _, norm), (same_loss, _, same_norm) = reports(result)[1], reports(again)[1]
+    assert same_loss == pytest.approx(loss, abs=1e-3) and same_norm == pytest.approx(norm, abs=0.02)
+    # The gradient of the whole batch is clipped.
+    assert norm > 0.5 and three.norm().item() == pytest.approx(0.125, abs=1e-5)
+    # One exchange for a step, and one that settles the order of additions.
+    assert again.lines(0).count("gradients exchanged") == 2
+
+    # The validation counts each of 100 windows once, though three ranks cannot share them.
+    model, best = names["GPT"]().eval(), torch.load(tmp_path / "three/snapshot_best.pt")
+    model.load_state_dict(best["model"])
+    _, validation_set, _ = names["load_sets"]()
+    with torch.inference_mode():
+        expected = names["mean_loss"](model, validation_set.tensors, 0).item()
+    assert len(validation_set) == 100 and 4 < expected < 6
+    assert validations(again)[1][1] == pytest.approx(expected, abs=1e-4)
+    assert best["loss"] == pytest.approx(expected, rel=1e-5) and best["step"] == 1
+
+
+def test_all_of_the_text_is_in_the_windows(names):
+    windows = torch.cat([dataset.tensors[0] for dataset in names["load_sets"]()[:2]])
+    assert windows.shape[1] == 33 and len(windows) > 5000 and windows.max() < 128
+    assert torch.equal(windows[1:, 0], windows[:-1, -1])  # each begins where the last one ends
+    assert "comparison" in bytes(windows[:, :-1].flatten().tolist()).decode("ascii")
+
+
+# ---- survive.py, function by function ----
+
+
+def test_seeds_follow_from_all_numbers(survive):
+    def drawn(*numbers):
+        survive.seed(*numbers)
+        return torch.rand(()).item(), numpy.random.rand(), survive.random.random()
+
+    keys = [(0,), (0, 1), (1, 0), (0, 1, 0), (0, 1, "item")]
+    assert [drawn(*key) for key in keys] == [drawn(*key) for key in keys]
+    for source in zip(*(drawn(*key) for key in keys), strict=True):
+        assert len({*source}) == len(keys)
+
+
+def six_cores():
+    """Called in a child, which a share of six cores is given by no chance."""
+    os.sched_getaffinity = lambda _: {*range(6)}
+
+
+def five_threads():
+    os.environ["OMP_NUM_THREADS"] = "5"
+
+
+def test_what_a_process_sets_up(tmp_path):
+    """On one machine, it listens on the loopback alone. Its threads: a share, or what you say."""
+    tell = """
+    threads, kind = torch.get_num_threads(), os.sched_getscheduler(0) == os.SCHED_BATCH
+    log(f"set: {os.environ.get('GLOO_SOCKET_IFNAME')} {threads} {kind}")
+    sys.exit()
+"""
+    told = "    return device\n"
+    for before, nodes, said in (((six_cores,), 1, f"{socket.if_indextoname(1)} 3 True"),
+                                ((six_cores,), 2, "None 6 True"),
+                                ((six_cores, five_threads), 1, "lo 5 True")):
+        result = train(tmp_path / "run", changes={told: tell + told}, before=before, nodes=nodes)
+        assert f"set: {said}" in result.lines(0), result.output
+
+
+def test_threads_are_a_share_of_the_cores_that_the_job_may_use(tmp_path, monkeypatch, survive):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)}, raising=False)
+    monkeypatch.setattr(survive.pathlib, "Path", lambda _, name: tmp_path / name)
+    (tmp_path / "cpu").mkdir()
+    for written, count in (({}, 64), ({"cpu.max": "max 100000"}, 64),
+                           ({"cpu.max": "200000 100000"}, 2), ({"cpu.max": "50000 100000"}, 1),
+                           ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "9"}, 64),
+                           ({"cpu/cpu.cfs_quota_us": "27\n", "cpu/cpu.cfs_period_us": "9\n"}, 3)):
+        for name, text in written.items():
+            (tmp_path / name).write_text(text)
+        assert survive.cores() == count
+        for name in written:
+            (tmp_path / name).unlink()
+
+
+class Moving(nn.Module):
+    """Its forward moves a frozen weight, a buffer and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(3))
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, batch):
+        with torch.no_grad():
+            self.target.weight.lerp_(self.online.weight, 0.1)
+            self.queue += 1
+        return self.norm(self.online(batch)).sum()
+
+
+def test_settled_puts_all_state_back(survive):
+    model = Moving()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with survive.settled(model):
+        model(torch.rand(4, 2)).backward()
+        assert model.queue[0] == 1 and model.online.weight.grad is not None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_could_not_be_loaded_again_is_named_and_replaces_nothing(tmp_path, capsys, survive):
+    path = tmp_path / "state.pt"
+    survive.save({"step": 1}, path)
+    before = path.read_bytes()
+    state = {"step": 2, "best": {"loss": [1.0, numpy.float64(0.5)]}}
+    line = refusal(capsys, 1, survive.save, state, path)
+    assert "best.loss.1 is a <class 'numpy.float64'>" in line and "stays as it was" in line
+    assert path.read_bytes() == before and files(tmp_path) == ["state.pt"]
+
+
+DRIFT = "        optimizer.step()\n"
+
+
+def test_replicas_that_drift_are_not_saved(tmp_path):
+    """Rank 1 steps alone in step 2; BatchNorm's buffers may differ, and are made rank 0's."""
+    alone = ("        if (step, rank) == (2, 1):\n"
+             "            model.module.head[1].bias.data[5] += 1e-4\n")
+    result = train(tmp_path / "run", 4, 1, *SMALL, changes=NO_WORKERS | {DRIFT: DRIFT + alone},
+                   status=1)
+    assert "the ranks differ in model.head.1.bias: [" in result.output
+    assert load(tmp_path / "run")["step"] == 1
+
+
+def test_numbers_that_differ_are_not_saved(tmp_path):
+    other = {'best={"step": 0}': 'best={"step": rank}'}
+    result = train(tmp_path / "run", 4, 1, *SMALL, changes=NO_WORKERS | other, status=1)
+    assert "the ranks differ in best.step" in result.output
+    assert files(tmp_path / "run") == []
+
+
+def test_buffers_that_differ_are_made_those_of_rank_0(tmp_path):
+    """Of the model and of its average, before they are saved and validated."""
+    gpt = "        self.dropout = nn.Dropout(DROPOUT)\n"
+    forward = "    def forward(self, text):\n"
+    changes = NO_WORKERS | {
+        gpt: f'{gpt}        self.register_buffer("seen", torch.zeros(2))\n',
+        forward: f"{forward}        self.seen += torch.rand(2) * self.training\n"}
+    train(tmp_path / "run", 2, 1, *SMALL, changes=changes)
+    state = load(tmp_path / "run")
+    assert state["model"]["seen"].min() > 0 and state["step"] == 2
+
+
+# ---- Snapshots and calls that cannot work ----
+
+
+def edited(**entries):
+    """A function that spoils a snapshot so."""
+    return lambda path, good: torch.save(torch.load(path, weights_only=True) | entries, path)
+
+
+def other_names(path, good):
+    state = torch.load(path, weights_only=True)
+    compiled = {f"_orig_mod.{name}": value for name, value in state["model"].items()}
+    torch.save(state | {"model": compiled}, path)
+
+
+REFUSED = [
+    (flipped_byte, "cannot continue from snapshot.pt (ValueError('wrong checksum of "),
+    (pickle_in_an_archive, "cannot continue from snapshot.pt (UnpicklingError("),
+    (edited(scheduler={}), "cannot continue from snapshot.pt (KeyError("),
+    (other_names, "_orig_mod.head.1.bias"),
+    (edited(plan="12 of 14432 examples"),
+     "goes on with batches of 12 of 14432 examples, as before: with 13, some would come twice"),
+]
+
+
+def refusal(capsys, status, function, *arguments, **options):
+    """The line with which the script's function ends the process."""
+    with pytest.raises(SystemExit) as end:
+        function(*arguments, **options)
+    assert end.value.code == status
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def parts(names):
+    model = names["GPT"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "averaged": names["AveragedModel"](model), "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)}
+
+
+@pytest.mark.parametrize(("spoil", "message"), REFUSED)
+def test_a_bad_snapshot_is_refused(
+        tmp_path, monkeypatch, capsys, whole, names, survive, alone, spoil, message):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    path = shutil.copy(whole[1] / "snapshot.pt", folder / "snapshot.pt")
+    spoil(path, path.read_bytes())
+    before = path.read_bytes()
+    snapshot = survive.Snapshot("snapshot.pt", "13", **parts(names))
+    assert message in refusal(capsys, 1, snapshot.load, step=0)
+    assert path.read_bytes() == before
+    assert files(folder) == ["snapshot.pt"], "code in the pickle was executed"
+
+
+def test_a_snapshot_that_is_cut_short_is_refused(tmp_path, monkeypatch, capsys, survive, alone):
+    """At any length. A flipped byte may lie where nothing is held (padding)."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(3, 3)
+    snapshot = survive.Snapshot("snapshot.pt", "13", model=model)
+    snapshot.save(step=5, best=None)
+    path = tmp_path / "snapshot.pt"
+    content, refused = path.read_bytes(), 0
+    for length in range(0, len(content), len(content) // 15):
+        path.write_bytes(content[:length])
+        assert "cannot continue" in refusal(capsys, 1, snapshot.load, step=0), length
+    for place in range(len(content) // 40, len(content), len(content) // 20):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
+        try:
+            assert snapshot.load(step=0, rows=[]) == {"step": 5, "best": None, "rows": []}
+        except SystemExit:
+            refused += 1
+    capsys.readouterr()
+    assert refused >= 13  # of 20
+
+
+def test_the_command_line(monkeypatch, capsys, names):
+    def say(*words):
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *words])
+
+    say()
+    assert names["parse_args"]() == argparse.Namespace(
+        total_steps=60, save_every=20, epochs=None, patience=None, batch_size=32, accumulate=2,
+        snapshot_path="train.pt", timeout=600, local_rank=None)  # fmt: skip
+    say("-3", "0", "--accumulate", "0", "--epochs", "0", "--patience", "-1", "--timeout", "0")
+    wrong = "total_steps, save_every, epochs, patience, accumulate, timeout"
+    assert f"{wrong} must be 1 or more" in refusal(capsys, 2, names["parse_args"])
+    say("many")
+    assert "invalid int value: 'many'" in refusal(capsys, 2, names["parse_args"])
+
+
+BATCH = "--batch-size must be from 4 (an example for each rank in each micro-batch) to 14"
+
+
+@pytest.mark.parametrize(("option", "value", "message", "status"), [
+    ("--batch-size", 3, BATCH, 2),
+    ("--batch-size", 10**6, BATCH, 2),
+    ("--snapshot-path", "no/such.pt", "cannot write no/such.pt", 2),
+    ("--snapshot-path", ".", "cannot continue from . (IsADirectoryError", 1),
+])
+def test_wrong_calls_end_in_one_line(tmp_path, option, value, message, status):
+    result = train(tmp_path / "run", option, value, status=status)
+    assert message in result.error() and "Traceback" not in result.output
+    assert files(tmp_path / "run") == []
+
+
+def test_a_full_disk_keeps_the_last_snapshot(tmp_path, whole):
+    folder = shutil.copytree(whole[1], tmp_path / "run")
+    # Validated: otherwise the run begins with a validation, and the best model is written first.
+    torch.save(load(folder) | {"due": False}, folder / "snapshot.pt")
+    before, left = (folder / "snapshot.pt").read_bytes(), files(folder)
+    result = train(folder, 8, 1, *SMALL, world_size=1, before=limit_file_size, status=1)
+    assert "cannot write snapshot.pt, which stays as it was" in result.error()
+    assert (folder / "snapshot.pt").read_bytes() == before and files(folder) == left
+
+
+# ---- Several machines, played by processes ----
+
+
+def own_disk():
+    """Called in a child: a current folder for each machine."""
+    os.makedirs(f"disk{machine()}", exist_ok=True)
+    os.chdir(f"disk{machine()}")
+
+
+def shared(folder, *arguments, nodes=2, before=(), **options):
+    return train(folder, *arguments, *SMALL, nodes=nodes, before=(play_machine, *before), **options)
+
+
+apart = functools.partial(shared, before=(own_disk,))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """(result, folder) of six steps of four ranks on one machine."""
+    folder = tmp_path_factory.mktemp("four") / "run"
+    return train(folder, 6, 2, *SMALL, world_size=4), folder
+
+
+def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, four):
+    """With one disk, on which one rank saves."""
+    writes = "        os.replace(temporary, path)\n"
+    changes = NO_WORKERS | {writes: f'        log(f"writes {{path}}", True)\n{writes}'}
+    result = shared(tmp_path / "run", 6, 2, world_size=4, changes=changes)
+    written = re.findall(r"(rank \d)/4\] writes snapshot.pt", result.output)
+    assert written == ["rank 0"] * 3 and files(tmp_path / "run") == KEPT
+    who = [re.sub(r"pid \d+", "pid", line) for line in result.lines(0)[:4]]
+    assert who == [f"attempt 0, gloo: rank {rank} is on node{1 + rank // 2}, local rank {rank % 2},"
+                   " cpu, pid" for rank in range(4)]  # fmt: skip
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in result.lines(0)[4]
+    assert_same_state(tmp_path / "run", four[1])
+    assert digest(result) == digest(four[0])
+
+
+def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, four, survive):
+    """It is on the machine of ranks 2 and 3; that of rank 0 has an old one."""
+    disk1, disk2 = tmp_path / "run/disk1", tmp_path / "run/disk2"
+    apart(tmp_path / "run", 2, 2, world_size=4)
+    assert load(disk1)["step"] == load(disk2)["step"] == 2
+    train(disk2, 4, 2, *SMALL, world_size=4)
+    marks = [zipfile.ZipFile(disk / "snapshot.pt").read(survive.WRITTEN_BY)
+             for disk in (disk1, disk2)]
+    assert marks[0].split()[0] == marks[1].split()[0] and marks[0] != marks[1]
+    result = apart(tmp_path / "run", 6, 2, world_size=4)
+    assert "resumed from snapshot.pt after step 4, saved on node2" in result.lines(0)
+    assert digest(result) == digest(four[0])
+    for disk in disk1, disk2:
+        assert_same_state(disk, four[1])
+    # A machine that has lost its disk gets the newest at once, even if no step follows.
+    shutil.rmtree(disk1)
+    apart(tmp_path / "run", 6, 2, world_size=4)
+    assert (disk1 / "snapshot.pt").read_bytes() == (disk2 / "snapshot.pt").read_bytes()
+
+
+def test_a_snapshot_that_one_machine_cannot_continue(tmp_path, four):
+    path = tmp_path / "run/disk2/snapshot.pt"
+    shutil.copytree(four[1], path.parent)
+    flipped_byte(path, path.read_bytes())
+    before = path.read_bytes()
+    result = apart(tmp_path / "run", 8, 2, status=1)
+    assert result.error().startswith("node2: cannot continue from snapshot.pt")
+    assert path.read_bytes() == before and files(tmp_path / "run/disk1") == []
+
+
+def test_machines_with_different_data_do_not_train(tmp_path):
+    other = {"in sorted(topics))": 'in sorted(topics)[int(os.environ["GROUP_RANK"]):])'}
+    result = apart(tmp_path / "run", 2, 2, changes=NO_WORKERS | other, status=1)
+    assert "the ranks differ in training_data." in result.output
+    assert files(tmp_path / "run/disk1") == []
+
+
+def test_machines_with_snapshots_of_different_jobs(tmp_path):
+    """That of the longer job would replace the other's work."""
+    for node, steps in (1, 2), (2, 1):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        train(tmp_path / f"run/disk{node}", steps, 1, *SMALL, world_size=1)
+    result = apart(tmp_path / "run", 3, 1, status=1)
+    assert "node1 and node2 have snapshots of different jobs" in result.output
+    assert [load(tmp_path / f"run/disk{node}")["step"] for node in (1, 2)] == [2, 1]
+
+
+def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path):
+    """One disk, and halves that do not see each other: who saves second finds the other's file."""
+    loop = "    while True:\n        # It comes"
+    moved = {loop: f"    os.replace('other.pt', 'snapshot.pt')\n{loop}"}
+    folder = tmp_path / "run"
+    for steps in 1, 2:  # the job; and its other half, which goes on
+        train(folder, steps, 1, *SMALL, world_size=1)
+        shutil.copy(folder / "snapshot.pt", folder / f"{steps}.pt")
+    (folder / "1.pt").replace(folder / "snapshot.pt")
+    (folder / "2.pt").replace(folder / "other.pt")
+    refused = train(folder, 3, 1, *SMALL, world_size=1, changes=NO_WORKERS | moved, status=1)
+    assert "a lost part of this one, has written snapshot.pt meanwhile" in refused.error()
+    assert load(folder)["step"] == 2
+
+
+# ---- Without torchrun: four variables are all that a process needs to find the others ----
+
+
+@pytest.fixture
+def by_hand():
+    """The environment of each of so many ranks. Rank 0 serves their store."""
+    with free_port() as port:
+        yield lambda count: [
+            {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(port)} for rank in range(count)]
+
+
+def test_started_by_hand(tmp_path, by_hand):
+    result = fork_each(SCRIPT, 2, 1, *SMALL, cwd=tmp_path, environments=by_hand(2))
+    assert result.status == 0, result.output
+    assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")
+    assert "note: " not in result.output
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_comes_is_named(tmp_path, by_hand, missing):
+    waiting = [variables for rank, variables in enumerate(by_hand(3)) if rank != missing]
+    result = fork_each(SCRIPT, "--timeout", 3, cwd=tmp_path, environments=waiting)
+    assert result.status == 1
+    named, gone = "rank 2 did not come", "look for an error of rank 0 on 127.0.0.1, or run launch/"
+    lines = [line for line in result.output.splitlines() if ": error: " in line]
+    assert any((gone if missing == 0 else named) in line for line in lines), result.output
+    assert all(named in line or gone in line for line in lines), "a false cause"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stopped", "whom"), [
+    (0, "a store that does not answer"), (1, "rank 1: it has stopped, or waits")])
+def test_a_rank_that_stops_is_named(tmp_path, by_hand, stopped, whom):
+    """Rank 0 takes the store along."""
+    line = "        optimizer.step()\n"
+    stop = f"        rank == {stopped} and os.kill(os.getpid(), 19)  # SIGSTOP\n"
+    script = variant(tmp_path, SCRIPT, NO_WORKERS | {line: stop + line})
+    jobs = [start(PYTHON, script, 3, 1, "--timeout", 5, cwd=tmp_path, env=env)
+            for env in by_hand(2)]  # fmt: skip
+    try:
+        output, _ = jobs[1 - stopped].communicate(timeout=90)
+        assert f"[rank {1 - stopped}/2] waited in vain for {whom}" in output, output
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+
+
+def test_bad_starts_end_in_one_line(tmp_path):
+    nowhere = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.invalid", "MASTER_PORT": "1"}
+    for result, status, message in (
+        (fork(SCRIPT, cwd=tmp_path), 2, "torchrun --standalone --nproc-per-node=2 .*train.py$"),
+        (fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=nowhere), 1,
+         "on a.invalid, or run launch/check_machines.py on each machine: it finds out why"),
+    ):
+        assert result.status == status and re.search(message, result.error()), result.output
+    result = train(tmp_path / "run", before=pretend_one_gpu, status=1)
+    assert "each process needs a GPU: start fewer" in result.output
+
+
+# ---- README.md ----
+
+BEFORE, AFTER = "template/example/before.py", "template/example/after.py"
+
+
+def test_the_diff_leads_from_one_script_to_the_other():
+    before, after = ((ROOT / path).read_text().splitlines() for path in (BEFORE, AFTER))
+    made, done = [], 0
+    for line in shown.block("from an ordinary script to one that survives").splitlines():
+        if hunk := re.match(r"@@ -(\d+)", line):
+            made, done = made + before[done : int(hunk[1]) - 1], int(hunk[1]) - 1
+        else:
+            if line[0] != "+":
+                assert before[done] == line[1:]
+                done += 1
+            if line[0] != "-":
+                made.append(line[1:])
+    assert made + before[done:] == after
+
+
+def strike_33():
+    """Called in a child: in step 33, rank 1 is killed; in step 14 of the next attempt, asked."""
+    steps, attempt = itertools.count(1), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    def ask(*_):
+        step = next(steps)
+        if (attempt, step) in (("0", 33), ("1", 14)) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM if attempt == "1" else signal.SIGKILL)
+
+    register_optimizer_step_pre_hook(ask)
+
+
+def test_the_example_killed_is_the_example_undisturbed(tmp_path):
+    """And it learns what the ordinary script learns."""
+    runs = []
+    for name, options in ("whole", {}), ("killed", {"max_restarts": 2, "before": strike_33}):
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in AFTER, "template/survive.py":
+            shutil.copy(ROOT / path, folder)
+        result = fork_ranks(folder / "after.py", cwd=folder, **options)
+        assert result.status == 0, result.output
+        runs.append([(folder / "log.csv").read_text(),
+                     *(torch.load(folder / its) for its in ("snapshot.pt", "best.pt"))])
+    assert resumed(result) == [30, 44]
+    (log, *states), (its_log, *its_states) = runs
+    assert log == its_log and log.count("\n") == 4
+    pairs = [*zip(*(tensors(dict(enumerate(its))) for its in (states, its_states)), strict=True)]
+    assert len(pairs) > 40 and all(torch.equal(*pair) for pair in pairs)
+    plain = fork(BEFORE, cwd=tmp_path)
+    assert plain.status == 0, plain.output
+    dice = [float(text.splitlines()[-1].split(",")[-1])
+            for text in ((tmp_path / "log.csv").read_text(), log)]
+    assert min(dice) > 0.7, dice
+
+
+def in_a_folder(tmp_path):
+    shutil.copytree(ROOT / "template", tmp_path / "template")
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    return {"cwd": tmp_path, "timeout": 900, "env": {**ACTIVE, "HOME": str(tmp_path)}}
+
+
+@pytest.mark.long
+def test_the_command_for_one_machine(tmp_path):
+    options = in_a_folder(tmp_path)
+    for lines in 4, 4:  # the second time, nothing is left to do
+        result = run("bash", "-euc", shown.block("template: one machine"), **options)
+        assert result.status == 0 and "2 replicas are identical" in result.lines(0)[-1]
+        assert (tmp_path / "train.csv").read_text().count("\n") == lines
+    assert files(tmp_path) == ["launch", "template", "train.csv", "train.pt", "train_best.pt"]
+    assert validations(result)[60][1] < 2.9, result.output
+
+
+@pytest.mark.long
+def test_the_command_that_kills(tmp_path):
+    command = shown.block("template: kill it").replace("--rounds 3", "--rounds 1")
+    result = run("bash", "-euc", command, **in_a_folder(tmp_path))
+    assert result.status == 0 and "1 of 1 rounds ended equal" in result.output, result.output
+
+
+@pytest.mark.long
+def test_the_commands_of_torchx(tmp_path):
+    pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
+    result = run("bash", "-euc", shown.block("template: torchx"), **in_a_folder(tmp_path))
+    assert result.status == 0 and "2 replicas are identical, sha256" in result.output, result.output
+    job = result.output.partition("=== SCHEDULER REQUEST ===")[2]
+    assert job.count("template/train.py 6000 1000 --snapshot-path /jobs/train.pt") == 2
+
+
+@pytest.mark.long
+def test_the_command_for_several_machines(tmp_path):
+    in_a_folder(tmp_path)
+    with Lab(tmp_path) as lab:
+        command = "bash", "-c", shown.block("template: several machines")
+        results = lab.run(("node1", *command), ("node2", *command), timeout=600)
+    assert all(result.status == 0 for result in results), results
+    assert "[rank 0/4] 4 replicas are identical, sha256" in results[0].output + results[1].output

@@ -132,13 +132,12 @@ def tests_of(scripts):
                            "tests/test_swap.py"]
         elif script.parent.name == "template":
             names.append("template")
-            own += ["tests/test_template.py", "tests/test_swap.py"]
+            own += ["tests/test_template.py", "tests/test_faults.py"]
+            shared.append("tests/test_swap.py")
         else:
             names.append(script.stem)
             shared += ["tests/test_recipes.py"]
         own += [f"tests/{path.name}" for path in sorted(ROOT.glob(f"tests/test_{script.stem}*.py"))]
-    if {"01", "02", "03", "template"} & set(names):
-        own.append("tests/test_faults.py")
     if names[0] != "05":
         shared.append("tests/test_pretended_gpus.py")
     everywhere = " or ".join(pathlib.Path(path).name for path in shared)

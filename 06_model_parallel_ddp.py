@@ -1,6 +1,6 @@
 """Split a model over two devices, or over two processes, and train replicas of it with DDP.
 
-    torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py                  # CPU, both
+    torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py                  # CPU: both
     torchrun --standalone --nproc-per-node=2 06_model_parallel_ddp.py --mode devices   # 4 GPUs
     torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py --mode pipeline  # 4 GPUs
 
@@ -8,8 +8,8 @@ If a model does not fit on one device, cut it between two of its layers. New her
 - mode devices: one process drives two devices, each with half of the layers.
 - mode pipeline: each half, a stage, has a process (a rank) of its own. The stages send each other
   activations (what a layer returns) and their gradients.
-Both cut a batch into micro-batches: while one half of the model computes one of them, the other
-half computes the next. DDP trains replicas (copies) of the split model, as in 01. You see that they
+Both cut a batch into micro-batches, so that both halves of the model can compute at once, each a
+micro-batch of its own. DDP trains replicas (copies) of the split model, as in 01. You see that they
 end with the weights of the unsplit model:
 
     [rank 0/4] replica 0: stage 0 is rank 0 <-> stage 1 is rank 1
@@ -20,8 +20,9 @@ end with the weights of the unsplit model:
     [rank 0/4] against the unsplit model: weights off by 7.9e-07 of their largest change
 
 Time goes to the right. 0 to 3: the forward passes of 4 micro-batches; a to d: their backward
-passes; a dot: idle, here also because 4 processes share 2 cores. Read 01 and 02 before. Next:
-exercises/16_pipeline.py, a pipeline by hand. For a model of your own: docs/which_parallelism.md.
+passes; a dot: idle. A pipeline idles while it fills and empties (the bubble), and this one as 4
+processes share 2 cores. 1F1B is one of two schedules. Read 01 and 02 before. Next: a pipeline by
+hand, exercises/16_pipeline.py. For a model of your own: docs/which_parallelism.md.
 """
 
 import argparse
@@ -72,14 +73,14 @@ def main():
     dist.init_process_group(backend, device_id=device if one_gpu else None)
 
     if args.mode != "pipeline":
-        train_devices(device, args)  # steps 3, 4 and 5
+        train_devices(device, args)  # steps 3, 4 and 5, the first way
     if args.mode != "devices":
         mesh = make_mesh(device)
         for schedule_class in (ScheduleGPipe, Schedule1F1B):
             train_pipeline(schedule_class, mesh, device, args)  # steps 3, 4 and 5, the second way
 
     # Step 6: leave. The functions have returned, so gc.collect() frees DDP, whose threads could
-    # abort the exit. Then close the connections.
+    # crash the exit. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -153,7 +154,7 @@ def make_mesh(device):
 
 def train_pipeline(schedule_class, mesh, device, args):
     """Second way: one process for each stage; the stages of a row are one replica."""
-    replica, stage_index = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")  # its row, column
+    replica, stage_index = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     replicas = mesh.size(0)
     name = schedule_class.__name__.removeprefix("Schedule")
     log(f"== pipeline, {name}")
@@ -167,19 +168,20 @@ def train_pipeline(schedule_class, mesh, device, args):
     begin, end = (len(whole) * index // STAGES for index in (stage_index, stage_index + 1))
     layers = whole[begin:end].to(device)
     model = DDP(layers, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    for _ in range(2):  # without this, the second step fails: pitfalls/ddp_around_a_stage.py
+    for _ in range(2):  # DDP sets itself up; else step 2 fails: pitfalls/ddp_around_a_stage.py
         model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # any input of its kind
     optimizer = make_optimizer(model.parameters())
 
     # The schedule is the order in which a stage computes. GPipe: all forward passes, then all
-    # backward passes. 1F1B, "one forward, one backward": each backward pass as soon as it can, so
-    # that fewer activations wait in memory.
+    # backward passes. 1F1B, "one forward, one backward": after the first ones, each forward pass
+    # waits for a backward pass. So fewer activations are in memory; the bubble is the same.
+    # (TimedStage notes when it computes. For a real job, take PipelineStage.)
     stage = TimedStage(model, stage_index, STAGES, device, group=mesh.get_group("pp"))
     schedule = schedule_class(stage, args.microbatches, loss_fn=cross_entropy)  # your loss
 
-    # Step 5: train. schedule.step runs the forward and backward passes of all micro-batches, sends
-    # activations and gradients to the other stages, and averages the gradients of the weights. In
-    # the last backward pass, DDP averages these over the replicas.
+    # Step 5: train. schedule.step runs the forward and backward passes of all micro-batches, and
+    # sends activations and gradients to the other stages. It averages the gradients of the weights
+    # over the micro-batches, and DDP, in the last backward pass, over the replicas.
     for epoch in range(1, args.epochs + 1):
         losses, step_losses = [], []
         for inputs, labels in batches(data, epoch, replica, replicas):
@@ -189,7 +191,7 @@ def train_pipeline(schedule_class, mesh, device, args):
             elif stage_index < STAGES - 1:
                 schedule.step()  # its inputs come from the stage before
             else:
-                schedule.step(target=labels.to(device), losses=step_losses)
+                schedule.step(target=labels.to(device), losses=step_losses)  # refilled
             optimizer.step()  # schedule.step, despite its name, changes no weights
             losses += step_losses
         log_epoch(epoch, args, losses, replicas)
@@ -205,7 +207,7 @@ def log_epoch(epoch, args, losses, replicas):
     log(f"epoch {epoch}/{args.epochs} | loss {loss:.4f}")
 
 
-# The measuring: when does each stage compute, what does it hold, is the result right?
+# ---- The lesson ends here. Below: what measures and compares; model, data, what scripts need. ----
 
 
 class TimedStage(PipelineStage):
@@ -230,7 +232,7 @@ class TimedStage(PipelineStage):
         self.spans.append((self.stage_index, mark, start, self.now()))
 
     def now(self):
-        if self.device.type != "cpu":  # here Python waits for the GPU, as PipelineStage does not
+        if self.device.type != "cpu":  # wait for the GPU, to time it
             torch.accelerator.current_stream(self.device).synchronize()
         return time.time()
 
@@ -310,9 +312,6 @@ def train_unsplit(epochs):
 def vector(model):
     """Return all weights of a model, on whatever devices, as one vector on the CPU."""
     return torch.cat([weights.detach().cpu().flatten() for weights in model.parameters()])
-
-
-# ---- The lesson ends here. Below: the model, the data, and what each script needs. ----
 
 
 class Block(nn.Module):

@@ -124,6 +124,7 @@ def test_a_job_trains_as_one_process_that_sees_all_images(first_job):
     net = runpy.run_path(str(ROOT / NAMES[number]))["Net"]()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.03, momentum=0.9)
     assert list(result.epochs()) == [1, 2, 3]
+    assert min(int(speed) for speed in re.findall(r"(\d+) images/s", result.output)) > 0
     for epoch, (loss, accuracy) in result.epochs().items():
         order = torch.randperm(63, generator=torch.Generator().manual_seed(SEED + epoch))
         losses = []

@@ -1,6 +1,6 @@
 """How ranks exchange tensors: the operations under DistributedDataParallel and its relatives.
 
-    torchrun --standalone --nproc-per-node=4 04_collectives.py         # CPU: 4 processes
+    torchrun --standalone --nproc-per-node=4 04_collectives.py         # no GPU: 4 processes
     torchrun --standalone --nproc-per-node=gpu 04_collectives.py       # one for each GPU, 2 or more
     torchrun --standalone --nproc-per-node=4 04_collectives.py --only ring ddp
 
@@ -40,7 +40,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing import assert_close
 
-# Older versions of torch have other names for these two operations.
+# In older versions of torch: all_gather_into_tensor and reduce_scatter_tensor.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -165,7 +165,7 @@ def all_to_all(rank, world_size):
 
 def barrier(rank, world_size):
     """No rank goes on before all have come: the others wait while rank 0 prepares data, say.
-    Rarely needed: a collective with a result from all ranks waits for all of them anyway."""
+    Rarely needed: whatever uses the result of a collective waits for all ranks anyway."""
     time.sleep(0.1 * rank)  # each rank comes a little later than the one before
     came = time.time()
     dist.barrier()
@@ -235,14 +235,15 @@ def batch_isend_irecv(rank, world_size):
 def exchange(outgoing, incoming):
     """Send a tensor to the next rank on the ring, and receive one from the rank before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Not isend and irecv one by one: NCCL can put both in one queue, where each send would wait
-    # for a receive that is queued behind another send.
+    # Not isend and irecv one by one: with NCCL they can share a queue. If every rank's send is the
+    # first in it, no rank comes to its receive.
     for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
             dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
         work.wait()
 
 
+# More about all of these: side by side with the computation, in groups, for objects; then by hand.
 def async_op(rank, world_size):
     """With async_op=True a collective runs while the rank computes. Before wait(), its tensor
     holds old numbers, new ones or a mixture, and no error says so."""

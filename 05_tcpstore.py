@@ -5,7 +5,7 @@
     python 05_tcpstore.py --role client --port 29605      # then this in the other
 
 To form a process group, each rank must know the addresses of the others. So it leaves its own in a
-store, and reads theirs: init_process_group does so in 01, 02 and 03. A store is a dictionary that
+store, and reads theirs: init_process_group does so in 01 to 04. A store is a dictionary that
 processes share. Here they use one directly, in lessons of a few lines. You see what it can do, and
 what is built from it: a barrier (all wait for all), a leader, a work queue, process groups.
 
@@ -19,7 +19,7 @@ what is built from it: a barrier (all wait for all), a leader, a work queue, pro
 
 New here: processes work together without a process group (one lesson makes some). Rank 0 has the
 server. The others, its clients, get their ranks in the order in which they come. Each lesson checks
-what it says, and fails if it is not so. Next: recipes/go_on_without.py, if a rank dies.
+its results, and fails if they are wrong. Next: what if a rank dies, recipes/go_on_without.py.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-# Some calls fail here on purpose. This hides the C++ stack that torch then prints, but no errors.
+# Some calls fail here on purpose. This hides the C++ stack that torch then prints, and no error.
 # It must come before the import. Leave it out of a training script.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -70,7 +70,7 @@ def main():
 def run_client(port):
     """Join the server. The order in which clients come gives them their ranks."""
     store = connect(port)
-    rank, world_size = store.add("ranks", 1), int(store.get("world size"))  # add, get: see there
+    rank, world_size = store.add("ranks", 1), int(store.get("world size"))  # see add, set_get
     if rank >= world_size:
         sys.exit(f"the server has its {world_size} processes already")
     me = Member(rank, world_size)
@@ -113,8 +113,8 @@ def set_get(store, me):
 
 
 def wait_timeout(store, me):
-    """If nobody sets the key, wait and get end with an error: get after the store's timeout, by
-    default 5 minutes, wait after a time of your own. Choose short ones: the other may be dead."""
+    """If nobody sets the key, a get fails after the store's timeout, by default 5 minutes. To wait,
+    you can give a time of your own. Choose a short one: the other may be dead."""
     if me.rank == 0:
         start = time.perf_counter()
         result = outcome(store.wait, ["never set"], timedelta(seconds=0.5))
@@ -160,7 +160,7 @@ def values_are_bytes(store, me):
 
 
 def append_and_multi(store, me):
-    """append adds to the end of a value; multi_set and multi_get take many keys in one trip."""
+    """append adds to the end of a value; multi_set and multi_get (it waits, too) take many keys."""
     store.append("order", f"{me.rank} ")
     store.multi_set([f"host/{me.rank}", f"pid/{me.rank}"], [socket.gethostname(), str(os.getpid())])
     wait_for_all(store, me)
@@ -175,7 +175,7 @@ def append_and_multi(store, me):
 
 def queue(store, me):
     """First in, first out, and each entry goes to one process. Use block=False, as here: a pop
-    that waits for an entry fails if another process then takes the entry first."""
+    that waits does not wait again, but fails, if another process is quicker."""
     if me.rank == 0:
         for number in (1, 2, 3):
             store.queue_push("numbers", str(number))
@@ -236,7 +236,7 @@ def wait_for_all(store, me, key="barrier", timeout=TIMEOUT):
 
 
 def work_queue(store, me):
-    """20 tasks, each done once, though one more worker is killed with a task in hand. It had a
+    """20 tasks, each done once, though an extra worker is killed with a task in hand. It had a
     heartbeat: a count that grows while it lives. As that has stopped, rank 0 puts the task back."""
     if me.rank == 0:
         for task in range(20):
@@ -298,9 +298,9 @@ def has_heartbeat(store):
 def process_groups(store, me):
     """From a store to a process group: four ways, each followed by one all_reduce. torchrun
     sets the variables of env://, and has the server. A launcher of your own can use any way."""
-    # With env:// and tcp://, rank 0 starts a server that listens on all addresses, unless it has
-    # one at that port already: so it makes them here. The tensors stay on this machine, too:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: private
+    # For env:// and tcp://, rank 0 would start servers that listen on all addresses. Here it has
+    # two private ones at these ports already. The tensors stay on this machine, too:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # this machine only
     if me.rank == 0:
         servers, folder = [serve(), serve()], tempfile.TemporaryDirectory()
         places = [str(server.port) for server in servers] + [folder.name]
@@ -325,7 +325,7 @@ def process_groups(store, me):
 
 
 def server_ends_first(store, me):
-    """When the process with the server ends, every call of the others fails, also a get that
+    """When the process with the server ends, every get of the others fails, also one that
     waits. So the process with the server must leave last."""
     if me.rank == 0:
         server = serve()  # a second server, to end it

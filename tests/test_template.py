@@ -574,7 +574,7 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, four):
     """With one disk, on which one rank saves."""
     writes = "        os.replace(temporary, path)\n"
     changes = NO_WORKERS | {writes: f'        log(f"writes {{path}}", True)\n{writes}'}
-    result = shared(tmp_path / "run", 6, 2, world_size=4, changes=changes)
+    result = shared(tmp_path / "run", 6, 2, world_size=4, changes=changes, max_restarts=1)
     written = re.findall(r"(rank \d)/4\] writes snapshot.pt", result.output)
     assert written == ["rank 0"] * 3 and files(tmp_path / "run") == KEPT
     who = [re.sub(r"pid \d+", "pid", line) for line in result.lines(0)[:4]]

@@ -30,7 +30,7 @@ NOT_RUN = {
         "needs a GPU; the same script runs on the CPU in these tests",
     "python launch/check_machines.py node1 node2|torchrun --nnodes=2 .* launch/check_machines.py":
         "test_lab.py runs it on two machines of launch/lab",
-    "sbatch launch/slurm.sbatch 50 10": "test_slurm.py runs it, for other epochs on CPUs",
+    "sbatch launch/slurm.sbatch 6000 1000": "test_slurm.py runs it, for other epochs on CPUs",
     "python 05_tcpstore.py --role (server|client) --port 29605":
         "needs its other half: test_05_tcpstore.py runs both, on a free port",
     r"python download_mnist.py( --(data-dir|mirror) \S+)?":

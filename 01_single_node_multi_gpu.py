@@ -19,8 +19,8 @@ compute on the whole batch, and that all replicas (each rank's copy of the model
     [rank 0/2] 2 replicas are identical, sha256 11d74c37bfba
 
 One GPU only? To see two processes, on the CPU, put CUDA_VISIBLE_DEVICES= before python. To try a
-model of your own, change what is marked "your"; for a real job, begin in template/.
-Next: 02_torchrun_elastic.py survives a crash.
+model of your own, change what is marked "your"; for a real job, begin in template/. The code has
+six steps, in worker and train. Next: 02_torchrun_elastic.py survives a crash.
 """
 
 import argparse
@@ -35,7 +35,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by DDP, it would hold the group open
+import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -57,18 +57,18 @@ def main():
 def worker(rank, world_size, meeting_point, args):
     # Step 1: start. Every process takes its device: rank 0 takes GPU 0, and so on.
     device, backend = pick_device(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # this machine only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
 
     # Step 2: meet. Every process leaves its address at the meeting point (here a file), and waits
     # until all others have done so. Then they are connected: they are a process group.
     dist.init_process_group(
         backend, meeting_point, rank=rank, world_size=world_size,
-        device_id=device if device.type != "cpu" else None)  # my GPU, if I have one
+        device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. train has returned, so gc.collect() frees DDP, which holds the group's threads:
-    # they could crash the exit. Then close the connections.
+    # Step 6: leave. Left in memory, DDP keeps threads of the group, which could crash the exit. As
+    # train has returned, gc.collect() frees it. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -77,7 +77,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (twice): leave out what cannot be shared equally; by default, items come twice.
+    # drop_last (in both): leave out what cannot be shared equally; else some items come twice.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
@@ -86,19 +86,19 @@ def train(device, args):
 
     # Step 4: build the model, and wrap it. DDP copies rank 0's weights to all ranks. Then, inside
     # loss.backward(), it collects the gradients in buckets of some MB. As soon as a bucket is full,
-    # DDP replaces it by its mean over all ranks, while backward goes on with earlier layers. As the
-    # shares are equal, it is the gradient of the whole batch. All ranks take the same
-    # step from the same weights: the replicas stay equal.
+    # DDP replaces it by its mean over all ranks, while backward goes on with earlier layers. With
+    # equal shares, that is the gradient of the whole batch (BatchNorm apart). All ranks take the
+    # same step from the same weights: the replicas stay equal.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
-    model = DDP(model, gradient_as_bucket_view=True)  # gradients become views of the buckets
+    model = DDP(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
     compare_gradients(model, *(part.to(device) for part in next(iter(loader))))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.
     for epoch in range(1, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
-        torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation: own by rank
+        torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
 
@@ -138,7 +138,7 @@ def evaluate(model, test_set, device):
     # The shares may differ by an image, so a rank may have a batch more than others. DDP's forward
     # could wait there for the others' buffers: use model.module, the model without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank: take rank 0's: it saves
+    for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
@@ -160,7 +160,7 @@ def check_replicas(model):
     return digests[0]
 
 
-# For the lesson only: delete this, and its call, if you put in a model of your own.
+# For the lesson only. With a model of your own, delete this and its call: dropout fails it.
 def compare_gradients(model, images, labels):
     """Compare DDP's gradient with the one that a single process computes on the whole batch."""
     def gradient(net, images, labels):
@@ -173,10 +173,10 @@ def compare_gradients(model, images, labels):
     expected = gradient(alone, *whole)
     for what, found in (("of a rank on its own images", gradient(alone, images, labels)),
                         ("that DDP leaves on each rank", gradient(model, images, labels))):
-        error = (found - expected).abs().max() / expected.abs().max()  # of the largest entry
+        error = (found - expected).abs().max() / expected.abs().max()  # relative to the largest
         dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the largest on any rank
         log(f"gradient {what}: differs from the whole batch's by {error:.1e}")
-    if not error < 1e-3:  # the last one, DDP's; rounding stays below, that of TF32, too
+    if not error < 1e-3:  # DDP's, the last; rounding, even TF32's, stays below
         raise RuntimeError("DDP's gradient is not that of the whole batch")
     model.zero_grad()
 
@@ -198,7 +198,7 @@ class Net(nn.Module):
 
 
 def load_data(folder):
-    """Your data. Return (training set, test set, their name): MNIST, or generated images."""
+    """Your data. Return (training set, test set, name): pairs (image, label), real or generated."""
     if os.path.isdir(os.path.join(folder, "MNIST")):
         from torchvision.datasets import MNIST
         sets = MNIST(folder, train=True), MNIST(folder, train=False)
@@ -222,7 +222,7 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
     # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
-    lists = BatchSampler(sampler, batch_size, drop_last)  # of the items of each batch
+    lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
     return DataLoader(dataset, batch_size=None, sampler=lists)
 
 
@@ -238,7 +238,7 @@ def pick_device(local_rank):
     # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # up to a third faster
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
 
 

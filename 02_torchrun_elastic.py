@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py 5 1       # CPU: 2 processes
     torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10   # one for each GPU
 
-50 10: 50 epochs, and after every 10 a snapshot, all that it takes to go on. Delete snapshot.pt, and
+50 10: 50 epochs, and after every 10 a snapshot: all that a restart needs. Delete snapshot.pt, and
 let a process kill itself in epoch 3. torchrun restarts all, at most --max-restarts times:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
@@ -15,11 +15,12 @@ let a process kill itself in epoch 3. torchrun restarts all, at most --max-resta
     ...
     [rank 0/2] 2 replicas are identical, sha256 04064526e58c
 
-Delete snapshot.pt, and run it without --crash-epoch 3: the sha256 is the same (on GPUs, it may
+Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
 
 New here: torchrun starts the processes (main); a snapshot (save, resume); equal bits after a crash
-(settle_buckets). For a real job, begin in template/. Next: 04 (03 is for several machines).
+(settle_buckets). The rest is as in 01. For a real job, begin in template/. Next: 04 (03 is for
+several machines).
 """
 
 import argparse
@@ -35,7 +36,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by DDP, it would hold the group open
+import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -53,21 +54,21 @@ def main():
     # Step 1: start. torchrun has started this file once for each process. Environment variables say
     # who each is. LOCAL_RANK is its number on this machine, and that of its GPU.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # this machine only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
 
     # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # Without restarts, init_process_group(backend) is enough. But a restart finds the addresses of
-    # dead ranks there: so ask for the store (rendezvous), and give each attempt its own prefix.
+    # Without restarts, init_process_group(backend) is enough. But the store keeps the addresses of
+    # dead ranks after a restart: so ask for it (rendezvous), and give each attempt its own prefix.
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size,
-        device_id=device if device.type != "cpu" else None)  # my GPU, if I have one
+        device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. train has returned, so gc.collect() frees DDP, which holds the group's threads:
-    # they could crash the exit. Then close the connections.
+    # Step 6: leave. Left in memory, DDP keeps threads of the group, which could crash the exit. As
+    # train has returned, gc.collect() frees it. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -77,7 +78,7 @@ def train(device, args):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (twice): leave out what cannot be shared equally; by default, items come twice.
+    # drop_last (in both): leave out what cannot be shared equally; else some items come twice.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
@@ -95,17 +96,17 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Step 5: train. No random state is saved: what torch draws follows from the seed given here.
+    # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
-        torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation: own by rank
+        torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         if epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1:
             log("crash on purpose, before this epoch is saved", every_rank=True)
             os.kill(os.getpid(), signal.SIGKILL)
         accuracy = evaluate(model, test_set, device)
 
-        # Save here, and load in resume, all that changes (a schedule, too): tensors, plain numbers.
+        # Save all that changes, a schedule, too, as tensors and plain numbers; load it in resume.
         check_replicas(model)
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and rank == 0:
@@ -143,7 +144,7 @@ def evaluate(model, test_set, device):
     # The shares may differ by an image, so a rank may have a batch more than others. DDP's forward
     # could wait there for the others' buffers: use model.module, the model without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank: take rank 0's: it saves
+    for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
@@ -179,11 +180,11 @@ def resume(path, model, optimizer):
 
 
 def settle_buckets(model, images):
-    """Run DDP once without a step: all steps, resumed or not, then add gradients in one order."""
-    # DDP sorts its buckets anew after its first backward. This changes the order in which it adds
-    # the ranks' values, and (a + b) + c rounds unlike a + (b + c). Here, it precedes all steps.
+    """Run DDP once without a step, so that a resumed run adds gradients in the same order."""
+    # After its first backward, DDP sorts its buckets anew. This changes the order in which it adds
+    # the ranks' values: of three or more, (a + b) + c rounds unlike a + (b + c). So sort now.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
-    model(images).sum().backward()  # any one number made of your output will do
+    model(images).sum().backward()  # your model: one number, from all outputs
     model.load_state_dict(before)
     model.zero_grad()
 
@@ -216,7 +217,7 @@ class Net(nn.Module):
 
 
 def load_data(folder):
-    """Your data. Return (training set, test set, their name): MNIST, or generated images."""
+    """Your data. Return (training set, test set, name): pairs (image, label), real or generated."""
     if os.path.isdir(os.path.join(folder, "MNIST")):
         from torchvision.datasets import MNIST
         sets = MNIST(folder, train=True), MNIST(folder, train=False)
@@ -240,7 +241,7 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
     # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
-    lists = BatchSampler(sampler, batch_size, drop_last)  # of the items of each batch
+    lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
     return DataLoader(dataset, batch_size=None, sampler=lists)
 
 
@@ -256,7 +257,7 @@ def pick_device(local_rank):
     # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # up to a third faster
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
 
 

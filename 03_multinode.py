@@ -5,8 +5,8 @@ Start the same command on each machine (node). They meet at one of them, here no
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --nproc-per-node=gpu --max-restarts=3 \
         --rdzv-id=345 --rdzv-backend=c10d --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
-rdzv: the rendezvous, where they meet, at any free port of node1, by any name (345). Each machine
-needs this file and the data. launch/README.md says more, and how to play several machines on one.
+rdzv: the rendezvous, where they meet: a free port of node1, and any name of the job (345). Each
+machine needs this file and the data. More, and several machines on one: launch/README.md.
 To begin on one machine, delete 02's snapshot.pt, and:
 
     torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
@@ -19,10 +19,11 @@ The job begins with a map. Here it has two machines with two GPUs each:
     [rank 0/4] node2                   1            2           0  cuda:0  4720
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
-With --nnodes=1:2 (at least 1, at most 2), the job survives the loss of node2, which rejoins when
-you start the command there again. Each time, torchrun restarts all ranks, from the newest snapshot
-of any machine. node1's torchrun must stay: the machines meet there.
-New here: who is who (main, show_map); take_newest. For a real job, begin in template/. Next: 04.
+With --nnodes=1:2 (at least 1, at most 2), the job survives the loss of node2 (this uses up a
+restart), which rejoins when you start the command there again. Each time, torchrun restarts all
+ranks, from the newest snapshot of any machine. node1's torchrun must stay: the machines meet there.
+New here: who is who (show_map), the newest snapshot (take_newest), and "New in 03". For a real job,
+begin in template/. Next: 04.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by DDP, it would hold the group open
+import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -60,18 +61,18 @@ def main():
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
 
     # Step 2: meet. New in 03: rank 0 serves a new store in each attempt. That is what
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks for. (The prefix of 02 would fail: a machine that
-    # joins later counts fewer restarts.) And a timeout: when a cable is cut, nothing else ends the
-    # wait of the others. It must outlast a save, for which all wait.
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks for. (02's prefix would differ: a machine that joins
+    # late has a lower RESTART_COUNT.) And a timeout: if a cable is cut, only this ends the others'
+    # wait. It must be longer than a save, when all wait.
     dist.init_process_group(
         backend, timeout=timedelta(seconds=args.timeout),
-        device_id=device if device.type != "cpu" else None)  # my GPU, if I have one
+        device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
     show_map(device)
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. train has returned, so gc.collect() frees DDP, which holds the group's threads:
-    # they could crash the exit. Then close the connections.
+    # Step 6: leave. Left in memory, DDP keeps threads of the group, which could crash the exit. As
+    # train has returned, gc.collect() frees it. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -90,7 +91,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (twice): leave out what cannot be shared equally; by default, items come twice.
+    # drop_last (in both): leave out what cannot be shared equally; else some items come twice.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
@@ -112,15 +113,15 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Step 5: train. No random state is saved: what torch draws follows from the seed given here.
+    # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
-        torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation: own by rank
+        torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
 
-        # New in 03: one rank of each machine saves, as any machine may be the one that goes on. (On
-        # a shared disk, each writes the same.) The barrier: each waits until all have saved.
+        # New in 03: one rank of each machine saves, as the next start may lack any of the others.
+        # (On a shared disk, each writes the same.) After the barrier, "saved" holds for all.
         check_replicas(model)
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and os.environ["LOCAL_RANK"] == "0":
@@ -159,7 +160,7 @@ def evaluate(model, test_set, device):
     # The shares may differ by an image, so a rank may have a batch more than others. DDP's forward
     # could wait there for the others' buffers: use model.module, the model without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank: take rank 0's: it saves
+    for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
@@ -172,7 +173,7 @@ def evaluate(model, test_set, device):
 
 def save(state, path):
     """Write state to path. A crash meanwhile leaves the old file whole."""
-    temporary = f"{path}.{dist.get_rank()}.tmp"  # New in 03: see train
+    temporary = f"{path}.{dist.get_rank()}.tmp"  # New in 03: for a shared disk
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -208,17 +209,17 @@ def take_newest(path):
     except Exception as error:  # a damaged file can raise almost anything
         sys.exit(f"cannot go on from {path}: {error}\nTo start anew, move it away.")
     epochs = gathered(epoch)
-    newest = [mine]  # sent even if the epochs agree: those may be of different runs
+    newest = [mine]  # sent even if epochs agree: the files may be of different runs
     dist.broadcast_object_list(newest, src=epochs.index(max(epochs)))
     return newest[0]
 
 
 def settle_buckets(model, images):
-    """Run DDP once without a step: all steps, resumed or not, then add gradients in one order."""
-    # DDP sorts its buckets anew after its first backward. This changes the order in which it adds
-    # the ranks' values, and (a + b) + c rounds unlike a + (b + c). Here, it precedes all steps.
+    """Run DDP once without a step, so that a resumed run adds gradients in the same order."""
+    # After its first backward, DDP sorts its buckets anew. This changes the order in which it adds
+    # the ranks' values: of three or more, (a + b) + c rounds unlike a + (b + c). So sort now.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
-    model(images).sum().backward()  # any one number made of your output will do
+    model(images).sum().backward()  # your model: one number, from all outputs
     model.load_state_dict(before)
     model.zero_grad()
 
@@ -251,7 +252,7 @@ class Net(nn.Module):
 
 
 def load_data(folder):
-    """Your data. Return (training set, test set, their name): MNIST, or generated images."""
+    """Your data. Return (training set, test set, name): pairs (image, label), real or generated."""
     if os.path.isdir(os.path.join(folder, "MNIST")):
         from torchvision.datasets import MNIST
         sets = MNIST(folder, train=True), MNIST(folder, train=False)
@@ -275,7 +276,7 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
     # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
-    lists = BatchSampler(sampler, batch_size, drop_last)  # of the items of each batch
+    lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
     return DataLoader(dataset, batch_size=None, sampler=lists)
 
 
@@ -291,7 +292,7 @@ def pick_device(local_rank):
     # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # up to a third faster
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
 
 

@@ -34,7 +34,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by DDP, it would hold the group open
+import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -51,12 +51,12 @@ def main():
 
     # Step 1: start. torchrun has started this file once for each process, as in 02.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # this machine only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
     torch.set_default_device(device)  # all tensors and layers are made there
 
     # Step 2: meet.
     dist.init_process_group(
-        backend, device_id=device if device.type != "cpu" else None)  # my GPU, if I have one
+        backend, device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
 
     for name in names:
         for line in f"== {name}\n{SECTIONS[name].__doc__}".splitlines():

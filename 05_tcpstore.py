@@ -300,7 +300,7 @@ def process_groups(store, me):
     sets the variables of env://, and has the server. A launcher of your own can use any way."""
     # For env:// and tcp://, rank 0 would start servers that listen on all addresses. Here it has
     # two private ones at these ports already. The tensors stay on this machine, too:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # this machine only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
     if me.rank == 0:
         servers, folder = [serve(), serve()], tempfile.TemporaryDirectory()
         places = [str(server.port) for server in servers] + [folder.name]

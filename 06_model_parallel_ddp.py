@@ -38,7 +38,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: imported later, by DDP, it would hold the group open
+import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -61,7 +61,7 @@ def main():
     # GPUs 2 and 3, and so on.
     local_rank = int(os.environ["LOCAL_RANK"])
     device, backend = pick_device(2 * local_rank if args.mode == "devices" else local_rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # this machine only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
     if args.mode == "all" and device.type != "cpu":
         raise SystemExit("on GPUs, choose --mode devices (two a process) or --mode pipeline (one)")
 

@@ -178,7 +178,6 @@ def compare_gradients(model, images, labels):
         log(f"gradient {what}: differs from the whole batch's by {error:.1e}")
     if not error < 1e-3:  # DDP's, the last; rounding, even TF32's, stays below
         raise RuntimeError("DDP's gradient is not that of the whole batch")
-    model.zero_grad()
 
 
 # ---- The lesson ends here. Below: the model, the data, and what each script needs. ----

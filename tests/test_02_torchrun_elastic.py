@@ -77,7 +77,8 @@ def test_world_sizes_agree(tmp_path, mnist_dir):
 
 def test_another_world_size_goes_on_from_the_snapshot(tmp_path, mnist_dir):
     train(tmp_path, 1, 1, "--data-dir", mnist_dir, world_size=2)
-    result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, world_size=3)
+    old_launcher = "--local-rank=0"  # adds this
+    result = train(tmp_path, 2, 1, "--data-dir", mnist_dir, old_launcher, world_size=3)
     assert result.status == 0 and list(result.epochs()) == [2], result.output
     assert result.lines(0)[0].endswith("batch 3 ranks x 21 images")
 

@@ -2,9 +2,11 @@
 
 import ast
 import re
+import runpy
 import subprocess
 
 import pytest
+import torch
 from support import ROOT
 
 LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*_*.py"))}
@@ -47,6 +49,18 @@ def test_the_front_page_says_how_long_a_lesson_takes(number):
     path, text = LESSONS[number], (ROOT / "README.md").read_text()
     minutes = round(len(path.read_text().split()) / 130)  # words a minute
     assert f"| [{path.name}]({path.name}) {minutes} min |" in text
+
+
+@pytest.mark.parametrize("number", ["01", "02", "03"])
+def test_the_generated_set_is_the_same_everywhere(number):
+    """Whatever was drawn before: ten kinds of images, and others to test."""
+    script = runpy.run_path(str(LESSONS[number]))
+    train, test, _ = script["load_data"]("no/such/folder")
+    images, labels = script["generate_data"](10240)
+    for whole, *parts in (images, train[:][0], test[:][0]), (labels, train[:][1], test[:][1]):
+        assert torch.equal(torch.cat(parts), whole)
+    assert (len(train), len(test), len(labels.unique())) == (8192, 2048, 10)
+    assert images.float().mean().item() == pytest.approx(125.5, rel=1e-3)
 
 
 def functions(number):

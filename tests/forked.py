@@ -135,6 +135,7 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     os.chdir(folder)
     sys.argv = [str(script), *map(str, arguments)]
     sys.path.insert(0, str(script.parent))  # as "python SCRIPT" does
+    sys.modules.pop("survive", None)  # if this was forked from a test that has imported it
     try:
         for function in before if isinstance(before, tuple) else [before] * (before is not None):
             function()

@@ -532,7 +532,9 @@ BATCH = "--batch-size must be from 4 (an example for each rank in each micro-bat
     ("--snapshot-path", ".", "cannot continue from . (IsADirectoryError", 1),
 ])
 def test_wrong_calls_end_in_one_line(tmp_path, option, value, message, status):
-    result = train(tmp_path / "run", option, value, status=status)
+    # Where one rank alone sees it, another would show how it has lost that one.
+    ranks = 2 if status == 2 else 1
+    result = train(tmp_path / "run", option, value, status=status, world_size=ranks)
     assert message in result.error() and "Traceback" not in result.output
     assert files(tmp_path / "run") == []
 

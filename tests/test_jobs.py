@@ -66,6 +66,7 @@ def tell():
         say("left", holds_ddp=any(isinstance(thing, DDP) for thing in gc.get_objects()))
         leave()
 
+    torch.set_num_threads(2)  # which the scripts change
     os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of whoever runs the tests
     os.sched_getaffinity = lambda _: set(range(6))  # a share of six cores is none by chance
     join, leave, replace = dist.init_process_group, dist.destroy_process_group, os.replace

@@ -101,9 +101,13 @@ def test_the_gpus_of_a_benchmark():
 
 def test_mp_spawn_in_01(tmp_path):
     args = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "data_dir": "data"}
-    result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 2, checkpoint_path="c.pt",
-                          before=partial(pretend, 2), **args)
-    check(result, [0, 1])
+    for gpus in (2, 1):
+        result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 2, checkpoint_path="c.pt",
+                              before=partial(pretend, gpus), **args)
+        if gpus == 2:
+            check(result, [0, 1])
+        else:
+            assert result.status == 1 and "each process needs a GPU: start fewer" in result.output
 
 
 @pytest.mark.parametrize(("mode", "world_size", "expected"), [

@@ -92,7 +92,7 @@ def train(device, args):
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
-    model = DDP(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
+    model = DDP(model, gradient_as_bucket_view=True)  # no second copy of the gradients
     compare_gradients(model, *(part.to(device) for part in next(iter(loader))))
 
     # Step 5: train. Every step averages the gradients; rank 0 reports and saves.

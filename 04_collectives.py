@@ -165,7 +165,7 @@ def all_to_all(rank, world_size):
 
 def barrier(rank, world_size):
     """No rank goes on before all have come: the others wait while rank 0 prepares data, say.
-    Rarely needed: whatever uses the result of a collective waits for all ranks anyway."""
+    Rarely needed: whatever uses the result of an all_reduce waits for all ranks anyway."""
     time.sleep(0.1 * rank)  # each rank comes a little later than the one before
     came = time.time()
     dist.barrier()

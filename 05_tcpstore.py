@@ -113,8 +113,8 @@ def set_get(store, me):
 
 
 def wait_timeout(store, me):
-    """If nobody sets the key, a get fails after the store's timeout, by default 5 minutes. To wait,
-    you can give a time of your own. Choose a short one: the other may be dead."""
+    """If nobody sets the key, a get fails after the store's timeout, by default 5 minutes. A wait
+    can be given a time of its own. Choose a short one: the other may be dead."""
     if me.rank == 0:
         start = time.perf_counter()
         result = outcome(store.wait, ["never set"], timedelta(seconds=0.5))

@@ -20,8 +20,8 @@ end with the weights of the unsplit model:
     [rank 0/4] against the unsplit model: weights off by 7.9e-07 of their largest change
 
 Time goes to the right. 0 to 3: the forward passes of 4 micro-batches; a to d: their backward
-passes; a dot: idle. A pipeline idles while it fills and empties (the bubble), and this one as 4
-processes share 2 cores. 1F1B is one of two schedules. Read 01 and 02 before. Next: a pipeline by
+passes; a dot: idle. A pipeline idles while it fills and empties (the bubble), and here for want of
+cores: 2 for 4 processes. 1F1B is one of two schedules. Read 01 and 02 before. Next: a pipeline by
 hand, exercises/16_pipeline.py. For a model of your own: docs/which_parallelism.md.
 """
 
@@ -168,7 +168,7 @@ def train_pipeline(schedule_class, mesh, device, args):
     begin, end = (len(whole) * index // STAGES for index in (stage_index, stage_index + 1))
     layers = whole[begin:end].to(device)
     model = DDP(layers, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    for _ in range(2):  # DDP sets itself up; else step 2 fails: pitfalls/ddp_around_a_stage.py
+    for _ in range(2):  # DDP sets itself up; else batch 2 fails: pitfalls/ddp_around_a_stage.py
         model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # any input of its kind
     optimizer = make_optimizer(model.parameters())
 

@@ -6,25 +6,27 @@ Try this before a long job. The script may be any that torchrun (or python) star
         --nproc-per-node=2 --max-restarts=3 template/train.py
 
     undisturbed: 10.3 s, sha256 c20660cd6918
-    round 1: equal; kills 1, starts 2, 16.9 s
-        5.6 s  launcher killed after: [rank 0/2] batch size 64: 2 ranks x 32 images
-    round 2: equal; kills 2, starts 2, 18.0 s
-        6.6 s  rank 0 killed after: [rank 0/2] epoch 2/6 | loss 0.2023 | accuracy 0.9570 | 12...
+    round 1: equal, went on; 2 killed, command started 2 times, 17% of the work done again, 18.0 s
+        6.6 s  rank 0 killed after: [rank 0/2] step   20/60 | loss 2.9051 | rate 8.25e-03 ...
         7.8 s  launcher killed after: [rank1]: RuntimeError: [/__w/pytorch/pytorch/third_party/...
-               [rank 0/2] attempt 0: resumed from snapshot.pt at epoch 3
+               [rank 0/2] resumed from train.pt after step 20, saved on this machine
     ...
-    3 of 3 rounds ended equal, 2 went on after a kill; killed: launcher 3, rank 3
+    3 of 3 rounds ended equal, 2 of these went on; killed: launcher 3, rank 3
 
 The command runs once undisturbed. Then come the rounds. In each, SIGKILL hits one to three victims:
 a rank (a process of the job), a worker (a child of a rank, such as a DataLoader's), or the launcher
-(torchrun). The line below a victim is the next one with "resum" (--resumed). If the command fails,
-it is started again, as an operator or Slurm would. A round fails if it ends with another result,
-hangs (--limit), or leaves processes behind. Its folder is kept then, and the exit status is 1.
+(torchrun). The line below a victim is the next one with "resum" (--resumed): the script "went on".
+torchrun starts ranks again. If the command itself fails, it is started again, as Slurm would do.
+
+A round fails if it ends with another result, hangs (--limit), or leaves processes behind; if these
+work on when torchrun is dead (--orphans), so that the next start meets them; or if it goes on at a
+step that it cannot have reached. Its folder is kept then, and the exit status is 1.
 
 What your script needs: it saves to a relative path, and goes on from there. (Each round has a
-folder of its own, with copies of the files that the command names. Give data by absolute paths.)
-It prints a checksum of its weights at the end, "sha256 ..." or what --line matches. Or it leaves a
-file for torch.load(): with --file snapshot.pt, all tensors and values in it must be equal.
+folder of its own. Programs and .py files run where they are; other files that the command names
+are copied there. Give data by absolute paths.) It prints a checksum of its weights at the end,
+"sha256 ..." or what --line matches. Or it leaves a file for torch.load(): with --file snapshot.pt,
+all tensors and values in it must be equal; or a text, a log, say: with --file log.csv, too.
 
 Not tested: power cuts, and several machines. Not tried: GPUs.
 """
@@ -71,7 +73,7 @@ def main():
         args.has_ranks = "rank" in reference.seen
         args.round_limit = args.limit or 10 * reference.seconds + 900
         # Marks of the commonest words: a script may print its epochs, and elsewhere its steps.
-        words = Counter(tuple(dict(mark)) for mark in reference.marks).most_common(1)
+        words = Counter(map(tuple, map(dict, reference.marks))).most_common(1)
         reference.marks = {mark: seconds for mark, seconds in reference.marks.items()
                            if tuple(dict(mark)) == words[0][0]}
         print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
@@ -164,8 +166,6 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
                     args.command, cwd=f"{folder}/work", env=env, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
                 while process.poll() is None and not run.failure:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(PAUSE)
                     run.seconds = time.monotonic() - begin
                     read = read_marks(args, run, reference, read)
                     if run.seconds > limit:
@@ -177,6 +177,9 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
                     elif (waiting and is_time(run, waiting[0])
                           and strike(args, run, waiting[0], find_victims(mark, process.pid))):
                         run.kills.append(waiting.pop(0))
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(PAUSE)
+                read = read_marks(args, run, reference, read)
                 run.failure = run.failure or wait_for_orphans(args, run, mark, process.returncode)
                 if process.returncode and run.starts == starts:
                     run.failure = (run.failure
@@ -250,11 +253,15 @@ def is_time(run, kill):
 def marks_of(args, lines, reference=None):
     """Yield how far the script has come by each line, save where it resumes: (("epoch", 3),)."""
     for line in lines:
-        parts = [re.fullmatch(r"(.*?)(\d+)", part[0]) for part in re.finditer(args.step, line)]
-        if parts and all(parts) and not re.search(args.resumed, line):
-            mark = tuple((re.sub(r"\W", "", part[1]).lower(), int(part[2])) for part in parts)
-            if reference is None or mark in reference.marks:
-                yield mark
+        mark = {}
+        for part in re.finditer(args.step, line):
+            word, number, _ = [*re.split(r"(\d+)$", part[0]), "", ""][:3]
+            # The first of each word: two ranks may write in one line, and "best after step 2".
+            mark.setdefault(re.sub(r"\W", "", word).lower(), int(number or 0))
+        mark = tuple(mark.items())
+        if (mark and not re.search(args.resumed, line)
+                and (reference is None or mark in reference.marks)):
+            yield mark
 
 
 def read_marks(args, run, reference, start):
@@ -343,22 +350,22 @@ def wait_for_orphans(args, run, mark, status):
     def work():
         return [*marks_of(args, run.lines())], files_of(args, run.folder)
 
-    ended, before, orphans = time.monotonic(), None, ""
+    ended, before = time.monotonic(), None
     while left := family(mark):
-        commands = []
-        for pid in left:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-                commands.append(f"{pid} ({clip(file.read().replace(chr(0), ' '))})")
-        orphans, seconds = ", ".join(commands) or orphans, time.monotonic() - ended
+        seconds, failure = time.monotonic() - ended, ""
         if seconds > args.patience:
-            return f"left behind after {args.patience} s: {orphans}"
-        if status and seconds > args.orphans:
+            failure = f"left behind after {args.patience} s"
+        elif status and seconds > args.orphans:
             before = before or work()
             if work() != before:
-                break
+                failure = f"went on without the launcher for more than {args.orphans} s"
+        if failure:
+            commands = []
+            for pid in left:
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+                    commands.append(f"{pid} ({clip(file.read().replace(chr(0), ' '))})")
+            return f"{failure}: {', '.join(commands)}"
         time.sleep(PAUSE)
-    if before and work() != before:
-        return f"went on without the launcher for more than {args.orphans} s: {orphans}"
     return ""
 
 

@@ -363,7 +363,8 @@ def wait_for_orphans(args, run, mark, status):
             commands = []
             for pid in left:
                 with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-                    commands.append(f"{pid} ({clip(file.read().replace(chr(0), ' '))})")
+                    words = map(os.path.basename, file.read().split("\0"))
+                    commands.append(f"{pid} ({clip(' '.join(words))})")
             return f"{failure}: {', '.join(commands)}"
         time.sleep(PAUSE)
     return ""

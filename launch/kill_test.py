@@ -51,7 +51,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 KINDS = ("rank", "worker", "launcher")
-MARK = r"(?i)(epoch|step|iter(ation)?)\W{0,3}\d+"  # how far the script has come
+MARK = r"(?i)(epoch|step|iter(ation)?)\W{0,8}\d+"  # how far the script has come
 SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
 LOG_LINE = r"[IWE]\d{4} \d\d:\d\d:\d\d"  # of torchrun, not of the script
 PAUSE = 0.05  # seconds between two looks at the processes
@@ -72,10 +72,10 @@ def main():
         result = result_of_reference(args, reference)
         args.has_ranks = "rank" in reference.seen
         args.round_limit = args.limit or 10 * reference.seconds + 900
-        # Marks of the commonest words: a script may print its epochs, and elsewhere its steps.
-        words = Counter(map(tuple, map(dict, reference.marks))).most_common(1)
+        # Marks of the commonest kind: a script may print its epochs, and elsewhere its steps.
+        kinds = Counter(kind_of(mark) for mark in reference.marks).most_common(1)
         reference.marks = {mark: seconds for mark, seconds in reference.marks.items()
-                           if tuple(dict(mark)) == words[0][0]}
+                           if kind_of(mark) == kinds[0][0]}
         print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
         runs = []
         for number in tqdm(range(1, args.rounds + 1), disable=None, leave=False, unit="round"):
@@ -134,7 +134,7 @@ class Run:
     went_on: bool = False  # as a line said
     seen: dict = field(default_factory=dict)  # {kind of process: [first, last seconds]}
     saved: float = 0.0  # after so many seconds, there was something to go on from
-    marks: dict = field(default_factory=dict)  # {(("epoch", 3),), say: seconds when first printed}
+    marks: dict = field(default_factory=dict)  # {how far it has come: seconds when first printed}
 
     def lines(self, start=0, end=None):
         """The lines that the script printed, from byte start to byte end."""
@@ -212,7 +212,7 @@ def play_round(args, number, folder, reference):
             for _, _, skipped in recoveries(args, run, reference):
                 times = [reference.marks[mark] for mark in skipped]
                 if len(times) > 2 and times[-1] - times[0] > args.orphans:
-                    first, last = (" ".join(f"{word} {number}" for word, number in skipped[i])
+                    first, last = (" ".join(f"{word} {number}" for word, number in skipped[i][:-1])
                                    for i in (0, -1))
                     run.failure = f"it went on far beyond the kill: who did {first} to {last}?"
             return run
@@ -251,17 +251,25 @@ def is_time(run, kill):
 
 
 def marks_of(args, lines, reference=None):
-    """Yield how far the script has come by each line, save where it resumes: (("epoch", 3),)."""
+    """Yield how far the script has come, by each line: (("epoch", 3), ("loss", 0)), say.
+
+    The last is the next word: "epoch 3 | loss" and "epoch 3 | saved" are two kinds of lines.
+    """
     for line in lines:
-        mark = {}
+        mark, rest = {}, ""
         for part in re.finditer(args.step, line):
             word, number, _ = [*re.split(r"(\d+)$", part[0]), "", ""][:3]
             # The first of each word: two ranks may write in one line, and "best after step 2".
             mark.setdefault(re.sub(r"\W", "", word).lower(), int(number or 0))
-        mark = tuple(mark.items())
-        if (mark and not re.search(args.resumed, line)
-                and (reference is None or mark in reference.marks)):
-            yield mark
+            rest = re.search(r"[a-z]*\Z|[a-z]+", line[part.end() :].lower())[0]
+        if mark and not re.search(args.resumed, line):
+            mark = *mark.items(), (rest, 0)
+            if reference is None or mark in reference.marks:
+                yield mark
+
+
+def kind_of(mark):
+    return next(zip(*mark, strict=True))
 
 
 def read_marks(args, run, reference, start):

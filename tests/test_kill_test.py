@@ -184,7 +184,7 @@ def test_every_run_has_a_limit(module, monkeypatch, tmp_path, capsys):
 
 def test_kills_fall_over_the_whole_run(module, args):
     reference = module["Run"]("", seen={"rank": (2, 12)}, saved=3)
-    reference.marks = {(("step", step),): 2 + step / 4 for step in range(1, 41)}
+    reference.marks = {(("step", step), ("", 0)): 2 + step / 4 for step in range(1, 41)}
     places = Counter()
     for seed in range(1000):
         kills = module["draw_kills"](args("--", "true"), random.Random(seed), reference, 1)
@@ -200,16 +200,16 @@ def test_a_kill_waits_for_its_step(module, args, tmp_path):
     given = args("--", PYTHON, str(tmp_path / "job.py"), "begins anew")
     given.has_ranks = True
     plan = [module["Kill"](10, 999.0, "rank", 0.0), module["Kill"](30, 0.0, "rank", 0.0)]
-    reference = module["Run"]("", marks={(("step", step),): step / 4 for step in range(1, 41)})
+    reference = module["Run"]("", marks={(("step", n), ("", 0)): n / 4 for n in range(1, 41)})
     run = module["play"](given, str(tmp_path / "round"), plan, reference, 60, 1)
     lasts = [max(module["marks_of"](given, run.lines(0, kill.offset)))[0][1] for kill in run.kills]
     assert 10 < lasts[0] < 30 <= lasts[1], lasts
 
 
 def test_marks(module, args, tmp_path):
-    given = args("--", "echo", "Epoch: [3] iter    7/90, best after epoch 2\nresumed at epoch 9")
-    run = module["play"](given, str(tmp_path / "round"))
-    assert list(run.marks) == [(("epoch", 3), ("iter", 7))]
+    text = r"Epoch: [3] iter    7/90 | loss 2\nepoch 4 saved, best: epoch 1\nresumed at epoch 9\n"
+    run = module["play"](args("--", "printf", text), str(tmp_path / "round"))
+    assert list(run.marks) == [(("epoch", 3), ("iter", 7), ("loss", 0)), (("epoch", 4), ("", 0))]
 
 
 def test_saved_is_what_is_compared(module, args, tmp_path):

@@ -5,13 +5,12 @@ Try this before a long job. The script may be any that torchrun (or python) star
     python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone \
         --nproc-per-node=2 --max-restarts=3 template/train.py
 
-    undisturbed: 10.3 s, sha256 c20660cd6918
-    round 1: equal, went on; 2 killed, command started 2 times, 17% of the work done again, 18.0 s
-        6.6 s  rank 0 killed after: [rank 0/2] step   20/60 | loss 2.9051 | rate 8.25e-03 ...
-        7.8 s  launcher killed after: [rank1]: RuntimeError: [/__w/pytorch/pytorch/third_party/...
-               [rank 0/2] resumed from train.pt after step 20, saved on this machine
+    undisturbed: 10.8 s, sha256 844dcbd4594f
+    round 1: equal, went on; 1 killed, command started 2 times, 17% of the work done again, 14.1 s
+        6.1 s  launcher killed after: [rank 0/2] step 50/60 | loss 2.8370 | rate 2.03e-03 | nor...
+               [rank 0/2] resumed from train.pt after step 40, saved on node1
     ...
-    3 of 3 rounds ended equal, 2 of these went on; killed: launcher 3, rank 3
+    3 of 3 rounds ended equal, 3 of these went on; killed: launcher 3, rank 2, worker 1
 
 The command runs once undisturbed. Then come the rounds. In each, SIGKILL hits one to three victims:
 a rank (a process of the job), a worker (a child of a rank, such as a DataLoader's), or the launcher

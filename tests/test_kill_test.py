@@ -1,12 +1,14 @@
 """launch/kill_test.py finds what a kill can cost, and lets a script pass that loses nothing."""
 
-import argparse
 import os
 import pathlib
+import random
 import re
 import runpy
 import shlex
 import signal
+import sys
+from collections import Counter
 
 import pytest
 import shown
@@ -25,27 +27,32 @@ from support import (
 )
 
 KILL_TEST = ROOT / "launch/kill_test.py"
-SEED = 1043  # its first draws kill when something is saved
+SEED = 1027  # its first draws kill in the middle, when something is saved
 # A launcher with two ranks, one with a worker; without torch, so that they start at once. Rank 0
 # saves each of 40 steps. The launcher starts both ranks again when one has failed.
 JOB = """
-import hashlib, json, os, subprocess, sys, time
-how, sleeper = sys.argv[1], None
+import hashlib, json, os, socket, subprocess, sys, time
+how, sleeper, parent = sys.argv[1], None, os.getppid()
+socket.socket(socket.AF_UNIX).bind(f"{os.environ['TMPDIR']}/{os.getpid():031d}")  # as torch does
 path = how if os.path.isabs(how) else "state.json"
 if "RANK" in os.environ:
     if os.environ["RANK"] == "1":  # its worker ends with it, by the pipe
         work = "import sys; print('worker starts'); sys.stdin.read(); print('worker ends')"
         subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE)
     step, state = json.loads(os.environ["STATE"])
-    print(f"resumed at step {step}" if step else "starts at step 0")
+    print(f"resumed at step {step}" if step else "starts")
+    silent = step + 15 if how == "jumps" and step else 0  # it does these at once
     time.sleep(600 if how == "hangs" and os.environ["ATTEMPT"] != "0" else 0)
     while step < 40:
-        time.sleep(0.02)
+        time.sleep(0.02 * (step >= silent))
+        if os.getppid() != parent and how != "orphans":
+            sys.exit("the launcher is dead")
         step, state = step + 1, hashlib.sha256(f"{state} {step}".encode()).hexdigest()
         if os.environ["RANK"] == "0":
             with open("new", "w") as file:
                 json.dump([step - (how == "repeats"), state], file)
             os.replace("new", path)
+            print(f"step {step}/40" if step > silent else "")
     time.sleep(1 if os.path.isabs(how) else 0)  # in which a kill can hit what only goes on
     if os.environ["RANK"] == "0":
         print("the end" if how == "silent" else f"the end, sha256 {state}")
@@ -53,7 +60,8 @@ if "RANK" in os.environ:
 if how == "leaves":
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
 for attempt in range(9 if how != "fails" else 1):
-    state = open(path).read() if os.path.exists(path) else '[0, ""]'  # alike for both ranks
+    saved = os.path.exists(path) and how != "begins anew"
+    state = open(path).read() if saved else '[0, ""]'  # alike for both ranks
     env = {**os.environ, "ATTEMPT": str(attempt), "STATE": state}
     ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**env, "RANK": r}) for r in "01"]
     while {None} <= {rank.poll() for rank in ranks} <= {None, 0}:
@@ -80,6 +88,7 @@ def kill_test(folder, *options, how="survives"):
     ([], None, "the command is missing"),
     (["--", "no_such_command"], None, "cannot start the command"),
     (["--rounds", "0"], "survives", "--rounds, --kills, --starts and --limit must be 1 or more"),
+    (["--file", "b.txt", "--file", "state.json"], "survives", "it left no b.txt: give --file as "),
     (["--line", "("], "survives", r"argument --line: '\(' is no regular expression: "),
     ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It "),
     ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights "),
@@ -104,13 +113,15 @@ def test_a_script_that_survives(tmp_path, victim):
     assert result.status == 0, result.output
     went_on = 0 if victim == "worker" else 1  # nobody waits for a worker
     *_, kept = lines = result.output.splitlines()
-    said = f"1 of 1 rounds ended equal, {went_on} went on after a kill; killed: {victim} 1"
+    said = f"1 of 1 rounds ended equal, {went_on} of these went on; killed: {victim} 1"
     assert said in lines, result.output
     text = pathlib.Path(kept[6:], "round1/output.txt").read_text()
-    starts, resumed = re.search(r"^round 1: equal; kills 1, starts (\d),.*\n +[\d.]+ s  " + victim
-                                + r".* killed after: .*(?:\n {11}(resumed at step \d+))?",
-                                result.output, re.MULTILINE).groups()  # fmt: skip
-    assert starts == ("2" if victim == "launcher" else "1")
+    how = "went on" if went_on else "not seen to go on"
+    starts, resumed = re.search(
+        rf"^round 1: equal, {how}; 1 killed, command started (once|2 times), \d% of the work done"
+        rf" again,.*\n +[\d.]+ s  .*{victim}.* killed after: .*(?:\n {{11}}(resumed at step \d+))?",
+        result.output, re.MULTILINE).groups()
+    assert starts == ("2 times" if victim == "launcher" else "once")
     killed_worker = text.count("worker starts") > text.count("worker ends")
     assert killed_worker == (victim == "worker") == (not resumed), text
     assert killed_worker or (resumed in text and text.count("resumed at step ") >= 2), text
@@ -119,19 +130,99 @@ def test_a_script_that_survives(tmp_path, victim):
 @pytest.mark.parametrize(("how", "options", "failure"), [
     ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f]+\.\.\."),
     ("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s"),
-    ("leaves", ["--victims", "launcher", "--patience", "2"],
-     r"left behind after 2 s: \d+ \(sleep 600 ?\)"),
+    ("leaves", ["--victims", "launcher", "--patience", "3", "--orphans", "1"],
+     r"left behind after 3 s: \d+ \(sleep 600 ?\)"),
+    ("orphans", ["--victims", "launcher", "--orphans", "0"],
+     r"went on without the launcher for more than 0 s: \d+ \(.+\)"),
+    ("jumps", ["--victims", "rank", "--orphans", "0"],
+     r"it went on far beyond the kill: who did step \d+ to step \d+\?"),
     ("/", [], r"it went on, or ended, before the first kill\. Does .* an absolute path, .*"),
 ])  # fmt: skip
 def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     how = how.replace("/", f"{tmp_path}/state.json")  # one for all rounds
     result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", SEED, *options, how=how)
     assert result.status == 1, result.output
-    assert re.search(rf"\nround 1: {failure}; kills \d", result.output), result.output
-    assert "\n0 of 1 rounds ended equal, " in result.output
-    assert "two undisturbed runs differ" not in result.output
+    assert re.search(rf"\nround 1: {failure}; \d killed", result.output), result.output
+    assert "\n0 of 1 rounds ended equal, 0 of these went on" in result.output
+    again = "note: two undisturbed runs were equal: the kills make the difference\n"
+    assert result.output.count(again) == (how == "repeats")
     path = re.search("what it printed: (.+)", result.output)[1]
-    assert " at step " in pathlib.Path(path).read_text()
+    assert "step " in pathlib.Path(path).read_text()
+
+
+def test_work_done_again_is_shown(tmp_path):
+    result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", SEED, "--victims", "rank",
+                       how="begins anew")  # fmt: skip
+    share, last = re.search(r"^round 1: equal, not seen to go on; .* (\d+)% of the work done again,"
+                            r".*\n.* killed after: step (\d+)/40$", result.output,
+                            re.MULTILINE).groups()  # fmt: skip
+    assert int(last) > 3 and int(share) == round(int(last) * 100 / 40), result.output
+    assert "note: no line says that the script went on" in result.output
+
+
+@pytest.fixture
+def module():
+    return runpy.run_path(str(KILL_TEST))
+
+
+@pytest.fixture
+def args(module, monkeypatch):
+    def parse(*words):
+        monkeypatch.setattr(sys, "argv", [str(KILL_TEST), *words])
+        return module["parse_args"]()
+    return parse
+
+
+def test_every_run_has_a_limit(module, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(module["main"].__globals__, "LIMIT", 1)
+    monkeypatch.setattr(sys, "argv", [str(KILL_TEST), "--", "sleep", "60"])
+    with pytest.raises(SystemExit, match="2"):
+        module["main"]()
+    assert "(hung: no end in 1 s)" in capsys.readouterr().err
+
+
+def test_kills_fall_over_the_whole_run(module, args):
+    reference = module["Run"]("", seen={"rank": (2, 12)}, saved=3)
+    reference.marks = {(("step", step), ("", 0)): 2 + step / 4 for step in range(1, 41)}
+    places = Counter()
+    for seed in range(1000):
+        kills = module["draw_kills"](args("--", "true"), random.Random(seed), reference, 1)
+        for kill in kills:
+            assert 0 <= kill.seconds < (0.25 if kill.marks else 2.25)
+            places[min(kill.marks // 4, 9)] += 1 / len(kills)
+    assert min(places.values()) > 10 and len(places) == 10 and places[9] > 200, places
+
+
+def test_a_kill_waits_for_its_step(module, args, tmp_path):
+    """Also where work is done again, which takes its time."""
+    (tmp_path / "job.py").write_text(JOB)
+    given = args("--", PYTHON, str(tmp_path / "job.py"), "begins anew")
+    given.has_ranks = True
+    plan = [module["Kill"](10, 999.0, "rank", 0.0), module["Kill"](30, 0.0, "rank", 0.0)]
+    reference = module["Run"]("", marks={(("step", n), ("", 0)): n / 4 for n in range(1, 41)})
+    run = module["play"](given, str(tmp_path / "round"), plan, reference, 60, 1)
+    lasts = [max(module["marks_of"](given, run.lines(0, kill.offset)))[0][1] for kill in run.kills]
+    assert 10 < lasts[0] < 30 <= lasts[1], lasts
+
+
+def test_marks(module, args, tmp_path):
+    text = r"Epoch: [3] iter    7/90 | loss 2\nepoch 4 saved, best: epoch 1\nresumed at epoch 9\n"
+    run = module["play"](args("--", "printf", text), str(tmp_path / "round"))
+    assert list(run.marks) == [(("epoch", 3), ("iter", 7), ("loss", 0)), (("epoch", 4), ("", 0))]
+
+
+def test_saved_is_what_is_compared(module, args, tmp_path):
+    (tmp_path / "work/logs").mkdir(parents=True)
+    (tmp_path / "work/logs/settings.yaml").write_text("written at once")
+    assert module["has_saved"](args("--", "true"), tmp_path)
+    given = args("--file", "a.pt", "--file", "b/best.pt", "--", "true")
+    assert not module["has_saved"](given, tmp_path)
+    (tmp_path / "work/b").mkdir()
+    (tmp_path / "work/b/best.pt").write_text("")
+    assert not module["has_saved"](given, tmp_path)
+    (tmp_path / "work/b/best.pt").write_text("weights")
+    assert module["has_saved"](given, tmp_path)
 
 
 def test_ctrl_c_ends_all_processes(tmp_path):
@@ -164,15 +255,18 @@ SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "
     ({"epoch": [3]}, "a.pt['epoch'][1] is missing"),
     ({"more": True}, "a.pt['more'] is new"),
     ({"rate": 1}, "a.pt['rate'] is 1, not nan"),
+    ({"rows": 3}, "log.csv[3] is new"),
 ])  # fmt: skip
-def test_files_are_compared_by_their_content(tmp_path, change, difference):
-    module, runs = runpy.run_path(str(KILL_TEST)), []
+def test_files_are_compared_by_their_content(module, args, tmp_path, change, difference):
+    runs, rows = [], change.pop("rows", 2)
     for name, content in ("undisturbed", SNAPSHOT), ("round", SNAPSHOT | change):
         (tmp_path / name / "work").mkdir(parents=True)
         torch.save(content, tmp_path / name / "work/a.pt")
+        rows_now = 2 if name == "undisturbed" else rows
+        (tmp_path / name / "work/log.csv").write_text("epoch,loss\n" + "3,0.1\n" * rows_now)
         runs.append(module["Run"](str(tmp_path / name)))
-    args = argparse.Namespace(line=None, file="a.pt")
-    assert module["difference"](args, *runs) == difference
+    given = args("--file", "a.pt", "--file", "log.csv", "--", "true")
+    assert module["difference"](given, *runs) == difference
 
 
 # ---- Real jobs ----
@@ -192,7 +286,10 @@ def test_the_command_of_the_page(request):
     assert any(line.startswith("3 of 3 rounds ended equal, ") for line in lines), result.output
     if request.config.getoption("--write-transcripts"):
         # On a busy machine, all kills may come before the first snapshot.
-        assert any(re.match(r" {11}\[rank 0/2\] attempt \d: resumed", line) for line in lines)
+        assert any(re.match(r" {11}\[rank 0/2\] resumed from ", line) for line in lines)
+        page = shown.LAUNCH.read_text()
+        old, = (text for name, text in shown.BLOCK.findall(page) if name == path.name)
+        shown.LAUNCH.write_text(page.replace(old, "\n".join([*lines, ""])))  # however many lines
         shown.write(path, command, lines)
     assert shown.masked(before[:2]) == shown.masked(lines[:2])
 

@@ -366,7 +366,7 @@ def pick_device(local_rank):
     # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # up to a third faster
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
 
 

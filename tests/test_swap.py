@@ -44,7 +44,8 @@ class MyImages(torch.utils.data.Dataset):
     def __getitem__(self, index):
         image = self.images[index].clone()
         if self.augment:
-            if torch.utils.data.get_worker_info():
+            # Not in the workers of the pass that settles DDP's order: it is over by then, perhaps.
+            if torch.utils.data.get_worker_info() and (MyNet.called or not SETTLES):
                 strike("worker")
             drawn = [torch.rand(()).item(), random.random(), numpy.random.rand()]
             image *= sum(drawn)
@@ -53,6 +54,8 @@ class MyImages(torch.utils.data.Dataset):
         return image, index % 3
 
 class MyNet(nn.Module):
+    called = False
+
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
@@ -67,6 +70,7 @@ class MyNet(nn.Module):
     def forward(self, images):
         seen = {"rank": dist.get_rank(), "items": images[:, 0, 0].tolist(),
                 "augmented": images[:, 0, 1:4].tolist()}
+        MyNet.called = True
         strike("step" if self.training else "validation")
         if self.training:
             seen["drawn"] = [torch.rand(()).item()]

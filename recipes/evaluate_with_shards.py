@@ -71,6 +71,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, gelu
 
+# Older versions of torch have another name for this operation.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 BLOCKS, WIDTH, VOCABULARY, WINDOW = 4, 32, 29, 24  # WINDOW: the length at which a text ends
 TIMEOUT = timedelta(seconds=2)  # for the demonstration; yours is that of init_process_group()
 
@@ -256,7 +259,7 @@ def count_gathers(model):
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False):
             found.append(output_tensor.nbytes)
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            return all_gather_single(output_tensor, input_tensor, group, async_op)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -60,6 +60,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+# Older versions of torch have another name for this operation.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 BLOCKS, WIDTH, STEPS, ROWS = 8, 96, 10, 16  # ROWS on each rank
 MAX_NORM = 0.02  # clips in every step here
 DECAY = 0.9  # of the average of the weights; 0.999 or more for a real training
@@ -234,7 +237,7 @@ def most_gathered(model, inputs, targets):
             results.append(weakref.ref(output_tensor))
             look()
             whole = torch.empty_like(output_tensor)  # not counted. Gloo's thread lets go of it late
-            dist.all_gather_into_tensor(whole, input_tensor.clone(), group)
+            all_gather_single(whole, input_tensor.clone(), group)
             output_tensor.copy_(whole)
 
     for module in model.modules():

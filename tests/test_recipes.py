@@ -67,7 +67,9 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
         result = run(PYTHON, ROOT / f"recipes/{name}.py", cwd=tmp_path)
     assert result.status == 0, result.output
     # On a single core, PyTorch warns of a DataLoader with two workers.
-    lines = [line for line in result.output.splitlines() if "suggested max number" not in line]
+    # FSDP2 of torch 2.14 warns of modules that end with a linear layer.
+    known = re.compile("suggested max number|_fsdp_state.py:.* returned a view tensor")
+    lines = [line for line in result.output.splitlines() if not known.search(line)]
     assert shown_output(name), "no output in the docstring"
     for line in shown_output(name):
         assert any(like(line, printed, name) for printed in lines), (line, result.output)

@@ -314,6 +314,12 @@ def vector(model):
     return torch.cat([weights.detach().cpu().flatten() for weights in model.parameters()])
 
 
+def make_model():
+    """Return the whole model, the same on every rank: float32 (N, WIDTH) to logits (N, CLASSES)."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
+
+
 class Block(nn.Module):
     """One layer of a deep MLP: float32 (N, WIDTH) to the same shape."""
 
@@ -325,12 +331,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.layers(x)
-
-
-def make_model():
-    """Return the whole model, the same on every rank: float32 (N, WIDTH) to logits (N, CLASSES)."""
-    torch.manual_seed(SEED)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
 
 
 def make_optimizer(parameters):

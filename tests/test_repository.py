@@ -67,7 +67,7 @@ PROOFS = {
     "06_model_parallel_ddp.py": "2 replicas of the model are identical, sha256 .+",
 }
 PROOFS |= {f"pitfalls/{path.name}": "symptom: .+" for path in PITFALLS}
-PROOFS |= {f"recipes/{path.name}": last_shown(path) for path in [*RECIPES, *TEMPLATE]}
+PROOFS |= {str(path.relative_to(ROOT)): last_shown(path) for path in [*RECIPES, *TEMPLATE]}
 MAIN_JOB = ("torchrun --standalone --nproc-per-node=2 --max-restarts=3"
             " 02_torchrun_elastic.py 6 1 --crash-epoch 3")
 

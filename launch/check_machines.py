@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 PORT = 29613  # of a check with names. Not the port of a job, as a check must not disturb a job
 CONNECT_LIMIT = 70  # seconds
+LOOPBACK = ("127.", "::1")
 CLOSED_PORTS = ("the machines reach the first one, but not each other: open all ports between"
                 " them. A rank listens at a port chosen at random")
 
@@ -51,12 +52,7 @@ def main():
     # The local rank counts the processes of one machine. It selects the GPU.
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = count_gpus()
-    if 0 < gpus < local_world_size:
-        stop(f"{local_world_size} processes need a GPU each, and this machine has {gpus}: use"
-             " --nproc-per-node=gpu")
     device, backend = pick_device(local_rank)  # the backend, NCCL or Gloo, moves the data
-    share_cores(local_world_size)
     # Whoever gives addresses has no names, and starts torchrun with addresses, too.
     by_name = any(not re.fullmatch(r"[\d.]+|.*:.*", name) for name in args.machines)
 
@@ -112,19 +108,26 @@ def own_place(names):
     for i, name in enumerate(names):
         if fault := fault_of_name(name):
             stop(fault, status=1)
-        with socket.socket() as probe, contextlib.suppress(OSError):  # another machine's address
-            probe.bind((socket.gethostbyname(name), 0))
+        address = address_of(name)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe, contextlib.suppress(OSError):  # another machine's
+            probe.bind((address, 0))
             place = i
     if place is None:
         stop(f"this machine, {socket.gethostname()}, is none of {' '.join(names)}")
     return place
 
 
+def address_of(name):
+    """Return the address that this machine has for a name, of IPv4 or IPv6; else an OSError."""
+    return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+
+
 def fault_of_name(name, other=None):
     """Return a sentence if this machine does not know name, or not as that of the other machine."""
     here, other_or_name = socket.gethostname(), other or name
     try:
-        if not socket.gethostbyname(name).startswith("127.") or not other:
+        if not address_of(name).startswith(LOOPBACK) or not other:
             return None
         fault = f"{other} calls itself {name}, and on {here} that means {here}: correct"
     except OSError:
@@ -143,7 +146,7 @@ def wait_for_listener(host, port, timeout):
             return socket.create_connection((host, port), timeout=2).close()
         except ConnectionRefusedError:
             reason = f"{host} is up, but nothing listens there. Start the check on {host} too"
-            if socket.gethostbyname(host).startswith("127."):  # only right on the first machine
+            if address_of(host).startswith(LOOPBACK):  # only right on the first machine
                 reason = fault_of_name(host, "the first machine")
         except OSError as error:
             reason = (f"{error}. Is {host} up, is its address right, and is the port open in its"
@@ -167,14 +170,15 @@ def describe_process(rank, local_rank, local_world_size, backend):
     # of the interface that GLOO_SOCKET_IFNAME names, or else the address of the machine's own name.
     address = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
-        address = address or socket.gethostbyname(socket.gethostname())
+        address = address or address_of(socket.gethostname())
     except OSError:
         address = "none"  # this machine does not know its own name
     first = rank - local_rank
     return {"local rank": local_rank, "machine": socket.gethostname(), "address": address,
             "name": socket.getfqdn(),  # torchrun gives the others this one, or --local-addr
             "ranks": " ".join(str(r) for r in range(first, first + local_world_size)),
-            "processes": local_world_size, "GPUs": count_gpus(), "backend": backend,
+            "processes": local_world_size, "backend": backend,
+            "GPUs": 0 if backend == "gloo" else torch.accelerator.device_count(),
             "torch": torch.__version__}
 
 
@@ -209,7 +213,7 @@ def find_faults(machines, mine, by_name):
     faults, machine, address = [], mine["machine"], mine["address"]
     interfaces = [name for index, name in socket.if_nameindex() if index > 1]  # 1 is loopback
     by_interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    usable = address in interfaces if by_interface else not address.startswith(("127.", "none"))
+    usable = address in interfaces if by_interface else not address.startswith((*LOOPBACK, "none"))
     if len(machines) > 1 and not usable:
         fault = (f"{machine} gives the others an address that only it can use ({address}): on"
                  f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}")
@@ -332,38 +336,19 @@ def time_limit(seconds, message):
 
 
 def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
+    """Return (device, backend): GPU number local_rank with its backend, or the CPU with Gloo."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.get_default_backend_for_device(gpu or "cpu")
+    if backend != "gloo":
+        if local_rank >= torch.accelerator.device_count():
+            raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
+        torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
+        return torch.device(gpu.type, local_rank), backend
+    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def share_cores(local_world_size):
-    """Divide this machine's cores among its processes."""
-    # By default each process uses all cores (or, under torchrun, only one).
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // local_world_size))
-    # Linux: run as a batch job. Otherwise Gloo's threads preempt each other.
-    if not count_gpus():
-        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a container forbids it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def log(message, every_rank=False):

@@ -226,9 +226,9 @@ def play_machine():
     name = f"node{machine()}"
     socket.gethostname = lambda: name
     addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
-    socket.gethostbyname = lambda name: addresses.get(name, name)
     look_up = socket.getaddrinfo
-    socket.getaddrinfo = lambda name, *args: look_up(addresses.get(name, name), *args)
+    socket.getaddrinfo = lambda name, *args, **kwargs: look_up(
+        addresses.get(name, name), *args, **kwargs)
 
 
 def clocks_differ():

@@ -67,7 +67,7 @@ def test_bad_calls_of_the_lab(tmp_path, lab):
     for words, status, message in (
         (["up"], 1, "a lab is up already: launch/lab list, or launch/lab down"),
         (["up", 0], 2, "a number from 1 to 99, not 0"),
-        (["up", 2, "bad"], 2, "good, loopback or none, not bad"),
+        (["up", 2, "bad"], 2, "good, loopback, none or ipv6, not bad"),
         (["up", 2, "good", "1gbit"], 2, "too many words: 1gbit"),
         (["up", 2, "--rate"], 2, "a rate is 100mbit, 1gbit or off, not missing"),
         (["rate", "node1", "fast"], 2, "a rate is 100mbit, 1gbit or off, not fast"),
@@ -330,3 +330,17 @@ def test_machines_without_names(tmp_path, mnist_dir):
             assert "or give its address instead" in result.error()
         assert_well(check(lab, names=addresses, **interface))
         assert_well(lab.run(*calls, **interface))
+
+
+def test_machines_without_ipv4(tmp_path):
+    """With names, and with addresses; 05 needs no more than loopback."""
+    lessons = [ROOT / "03_multinode.py", SCRIPT]
+    with Lab(tmp_path, 2, "ipv6") as lab:
+        for names in (("node1", "node2"), ("fd77::1", "fd77::2")):
+            assert_well(check(lab, names=names))
+        for script in lessons:
+            assert_well(lab.run(*((node, *TORCHRUN, script, 1, 1) for node in ("node1", "node2"))))
+        port = str(random.randrange(20000, 30000))
+        roles = [("node1", "python", ROOT / "05_tcpstore.py", "--role", role, "--port", port)
+                 for role in ("server", "client")]
+        assert_well(lab.run(*roles))

@@ -17,7 +17,8 @@ from support import ROOT, come_late, fork, fork_ranks, variant, wait_before_fork
 TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py"))}
 # These take minutes: test_repository.py runs them all, and there are shorter ways below.
 TOO_LONG = {"orphans", "stale_addresses", "stale_addresses --fixed", "no_destroy",
-            "no_destroy --fixed"}
+            "no_destroy --fixed", "own_name_unknown", "own_name_unknown --fixed",
+            "small_shared_memory"}
 # Those that wait for their timeouts come first.
 NAMES = sorted(TEXTS, key=lambda name: not re.search(r"sleep\(|seconds=[35]\)", TEXTS[name]))
 CALLS = [call for name in NAMES for call in (name, f"{name} --fixed") if call not in TOO_LONG]
@@ -59,6 +60,7 @@ SAID = {
         r'Unexpected key\(s\) in state_dict: "module\.weight"\.'],
     "backend_without_cpu": ["symptom: No backend type associated with device type cpu"],
     "closed_terminal": [".*; SignalException: Process ... got signal: 1"],
+    "too_many_open_files": ["symptom: Too many open files.*"],
     "unused_parameters": [rf"{UNUSED} \(parameters 2 3\)"],
     "fixed_port": ["second job, rank 0: The server socket .* EADDRINUSE, message: address alr.*"],
     "snapshot_in_place": [

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import zipfile
 
 import numpy
@@ -49,6 +50,7 @@ from support import (
 )
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 SCRIPT = "template/train.py"
 # 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
@@ -807,3 +809,25 @@ def test_the_command_for_several_machines(tmp_path):
         results = lab.run(("node1", *command), ("node2", *command), timeout=600)
     assert all(result.status == 0 for result in results), results
     assert "[rank 0/4] 4 replicas are identical, sha256" in results[0].output + results[1].output
+
+
+class Stream(IterableDataset):
+    """As template/README.md says: each worker yields whole batches, in turn."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def __iter__(self):
+        [line] = re.findall(r"`(islice\(.*?\))`", (ROOT / "template/README.md").read_text())
+        yield from eval(line, {
+            "islice": itertools.islice, "epoch": 1, "done": self.done,
+            "worker": get_worker_info() or types.SimpleNamespace(id=0, num_workers=1),
+            "batches": lambda epoch: ([epoch, place] for place in range(9))})
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_a_stream_goes_on_after_any_number_of_batches(workers):
+    for done in (0, 1, 3, 8, 9):
+        loader = DataLoader(Stream(done), batch_size=None, num_workers=workers,
+                            multiprocessing_context="fork" if workers else None)
+        assert [*loader] == [[1, place] for place in range(done, 9)]

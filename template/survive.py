@@ -419,7 +419,7 @@ def compare(**parts):
     if len({*gathered(whole)}) > 1:
         for row in itertools.zip_longest(*gathered(mine), fillvalue=("the number of values", "-")):
             if len({*row}) > 1:
-                raise RuntimeError(f"the ranks differ in {row[0][0]}: {[its for _, its in row]}")
+                raise RuntimeError(f"the ranks differ in {row[0][0]}: {[*map(' '.join, row)]}")
     return whole
 
 

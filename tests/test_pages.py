@@ -82,6 +82,12 @@ def test_a_snapshot_with_more_than_plain_types(tmp_path):
     assert quoted(error.typename)
 
 
+@pytest.mark.parametrize(("count", "message"), [(9, "iostream error"), (99999, "unexpected pos")])
+def test_a_full_disk(count, message):
+    with pytest.raises(RuntimeError, match=quoted(message)):
+        torch.save(torch.zeros(count), "/dev/full")
+
+
 @pytest.mark.long
 def test_the_messages_of_torchrun(tmp_path):
     (tmp_path / "fails.py").write_text(

@@ -421,6 +421,14 @@ def test_numbers_that_differ_are_not_saved(tmp_path):
     assert files(tmp_path / "run") == []
 
 
+def test_layers_in_another_order_are_told_by_their_names(tmp_path):
+    """As of a set of texts, whose order is each process's own: the numbers are equal."""
+    model = "    model = GPT().to(device)"
+    other = {model: f"    survive.compare(of=dict.fromkeys('ba' if rank else 'ab', 1))\n{model}"}
+    result = train(tmp_path / "run", 4, 1, *SMALL, changes=NO_WORKERS | other, status=1)
+    assert re.search(r"the ranks differ in of.a: \['of.a (\w+)', 'of.b \1'\]", result.output)
+
+
 def test_buffers_that_differ_are_made_those_of_rank_0(tmp_path):
     """Of the model and of its average, before they are saved and validated."""
     gpt = "        self.dropout = nn.Dropout(DROPOUT)\n"

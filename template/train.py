@@ -58,7 +58,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
-    survive.seed(SEED)  # if you split a set at random: all ranks, and all restarts, need the same
+    survive.seed(SEED)  # all ranks, and all restarts, need the same split and the same first weights
     train_set, validation_set, source = load_sets()  # your data
     count = len(train_set)
     if not world_size * args.accumulate <= args.batch_size <= count:
@@ -71,10 +71,9 @@ def train(device, args):
     log(f"batch size {args.batch_size}: {world_size} ranks x {args.accumulate} micro-batches")
     few = [(0, i * (count - 1) // 9, i * (count - 1) // 9) for i in range(10)]
     samples = [*loader_of(train_set, [few[:2], few[2:]])]
-    survive.compare(count=count, training_data=samples)  # each machine reads its own disk
+    survive.compare(training_data=samples)  # each machine reads its own disk
 
     # Step 4: build the model, go on from the newest snapshot, and wrap the model.
-    survive.seed(SEED)  # every run starts from the same weights
     model = GPT().to(device)  # your model
     # The average of the weights over the last steps (EMA): validated, and saved as the best.
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
@@ -233,7 +232,7 @@ def share_of_steps(steps, count, args):
 def order_of(epoch, count):
     """Your sampler: the items of an epoch, alike on all ranks, so drawn from seed and epoch."""
     generator = torch.Generator().manual_seed(SEED + epoch)
-    # Weighted: return torch.multinomial(weights, count, replacement=True, generator=generator)
+    # Weighted, given a tensor of weights as count: torch.multinomial(count, len(count), True, ...)
     return torch.randperm(count, generator=generator)
 
 

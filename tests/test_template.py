@@ -136,7 +136,25 @@ KILLED_IN_VALIDATION = {VALIDATE: (
 def whole(tmp_path_factory):
     """An uninterrupted run of 7 steps on 3 ranks, and its folder."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return train(folder, 7, 3, *SMALL, changes=LESS, world_size=3), folder
+    return train(folder, 7, 3, *SMALL, changes=LESS, world_size=3, before=clock_of_steps), folder
+
+
+def clock_of_steps():
+    """Called in a child: each step takes a second."""
+    steps = []
+    register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+    time.perf_counter = lambda: float(len(steps))
+
+
+def test_what_is_printed_is_what_was_done(whole, alone, survive):
+    result, folder = whole
+    said = [re.search(r"(\d+)/7 \| (.* (\d+) examples/s|saved in .*)", line)
+            for line in result.lines(0)]
+    assert [m[1] for m in said if m and "saved" in m[2]] == ["3", "6", "7"]
+    assert [m[3] for m in said if m and m[3]] == ["13"] * 7  # the batch, in each second
+    state = load(folder)
+    parts = {name: state[name] for name in ("model", "averaged")}
+    assert digest(result) == survive.compare(**parts)
 
 
 def strike(number, attempt):

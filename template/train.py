@@ -58,7 +58,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
-    survive.seed(SEED)  # all ranks, and all restarts, need the same split and the same first weights
+    survive.seed(SEED)  # if you split a set at random: all ranks, and all restarts, need the same
     train_set, validation_set, source = load_sets()  # your data
     count = len(train_set)
     if not world_size * args.accumulate <= args.batch_size <= count:
@@ -74,6 +74,7 @@ def train(device, args):
     survive.compare(training_data=samples)  # each machine reads its own disk
 
     # Step 4: build the model, go on from the newest snapshot, and wrap the model.
+    survive.seed(SEED)  # every run starts from the same weights
     model = GPT().to(device)  # your model
     # The average of the weights over the last steps (EMA): validated, and saved as the best.
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))

@@ -6,7 +6,8 @@
         sampler.set_epoch(epoch)  # DistributedSampler's order follows from it, on all ranks alike
         workers.manual_seed(SEED + epoch * world_size + rank)  # the loader's worker processes
         for step, batch in enumerate(loader, start=epoch * len(loader)):
-            torch.manual_seed(SEED + step * world_size + rank)  # dropout, in the step below
+            torch.manual_seed(SEED + step * world_size + rank)  # for dropout
+            ...  # your step
 
 On one GPU, one torch.manual_seed() at the start is enough. With that alone, all ranks (processes)
 draw the same numbers: they drop the same units, and augment their images alike. Nothing fails, but

@@ -64,7 +64,7 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
     if ranks(name):
         result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name))
     else:
-        result = run(PYTHON, ROOT / f"recipes/{name}.py", cwd=tmp_path)
+        result = run(PYTHON, ROOT / f"recipes/{name}.py", cwd=tmp_path, timeout=300)
     assert result.status == 0, result.output
     # On a single core, PyTorch warns of a DataLoader with two workers.
     # FSDP2 of torch 2.14 warns of modules that end with a linear layer.
@@ -146,8 +146,8 @@ QUICK = {"metrics", "resume_mid_epoch", "unequal_micro_batches"}
 # [(recipe, the error's message, a statement, what stands in its place)]
 BROKEN = [
     ("accumulate", "no_sync around both",
-     "i < len(micro_batches) - 1 else contextlib.nullcontext():\n            loss = m",
-     "i < 0 else contextlib.nullcontext():\n            loss = m"),
+     "i < len(micro_batches) - 1 else contextlib.nullcontext():\n            (mean",
+     "i < 0 else contextlib.nullcontext():\n            (mean"),
     ("agree", r"not all left together: early stopping, epochs \[3, 3\], errors \['', 'Timed out",
      'them. All ranks must call it."""\n', 'them."""\n    return condition\n'),
     ("checkpoint_activations", "not so: the right ways keep a block's input",
@@ -166,7 +166,7 @@ BROKEN = [
     ("clip_and_scale", "clipping after the exchange",
      "MAX_NORM)  # the same", "2 * MAX_NORM)  # the same"),
     ("clip_and_scale", "nan weights without and with",
-     "    if norm.isfinite():\n        optimizer", "    if True:\n        optimizer"),
+     "norm.isfinite() or not look", "True"),
     ("context_parallel", r"not so: attention is that of one process\n",
      "return out * (lse - joined).exp() + part", "return out + part"),
     ("context_parallel", r"not so: attention is that of one process\n",
@@ -208,8 +208,10 @@ BROKEN = [
      "            die(job.store, job.step)", '            raise RuntimeError("a fault")'),
     ("leave_in_time", "this is not what this file says",
      "dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)", "flag.zero_()"),
-    ("metrics", "AUC over all ranks: 0.8105",
-     "metric(*gather_rows(scores, labels))", "mean_of_metrics(metric, scores, labels)"),
+    ("leave_in_time", "this is not what this file says of waits for the save",
+     "                dist.barrier(group=flags)", "                pass"),
+    ("metrics", "AUC over all ranks: 0.", "dist.all_gather_object(shares, own)",
+     "shares = [own]"),
     ("metrics", "F1 over all ranks: 0.", "dist.all_reduce(counts)  # adds", "# adds"),
     ("pretrained_to_shards", "rank 0 reads: outputs off by",
      "    fill_buffers(model, Pretrained)  # some", "    # some"),
@@ -219,11 +221,10 @@ BROKEN = [
      "tensor.contiguous() for name, tensor in state.items()})",
      "tensor for name, tensor in state.items()})"),
     ("randomness", "the dropout masks do not repeat",
-     "(SEED + step * world_size + rank)  # step", "(SEED + step * 2 + rank % 2 * 2)  # step"),
+     "manual_seed(seed(step, world_size, rank))", "manual_seed(seed(step, 2, rank % 2 * 2))"),
     ("randomness", "the workers' numbers do not",
-     "SEED + epoch * world_size + rank),", "SEED + epoch + rank),"),
-    ("randomness", "a resumed run does not repeat",
-     "set_rng_states(states, device)\n    for", "pass\n    for"),
+     "manual_seed(seed(epoch, world_size, rank))", "manual_seed(seed(epoch, 1, rank))"),
+    ("randomness", "a resumed run does not repeat", "torch.set_rng_state(state)\n", "pass\n"),
     ("resume_mid_epoch", "going on by", "shuffled(epoch, self", "shuffled(self.rank, self"),
     ("send_fewer_bytes", "the bytes are not as few",
      "(None, default_hooks.bf16_compress_hook)\n", "(None, default_hooks.allreduce_hook)\n"),
@@ -281,6 +282,6 @@ def test_fails_without_its_cure(tmp_path, name, message, old, new):
     if ranks(name):
         result = fork_ranks(script, cwd=tmp_path, world_size=ranks(name))
     else:
-        result = fork(script, cwd=tmp_path, before=wait_before_forks, timeout=120)
+        result = fork(script, cwd=tmp_path, before=wait_before_forks, timeout=300)
     assert result.status == 1, result.output
     assert re.search(f"RuntimeError: {message}", result.output), result.output

@@ -1,5 +1,8 @@
 dataset, saved = [*range(200)], []
 def save(step):
+    if rank == 0:
+        time.sleep(1)
+        open("saved by rank 0", "w").close()
     saved.append(step)
 # PASTE1
 try:
@@ -10,5 +13,6 @@ try:
         # PASTE2
         assert step < 40, "not asked to leave"
 except SystemExit as end:
+    assert os.path.exists("saved by rank 0"), "left before rank 0 had saved"
     # Another thread may take the signal: then the handler runs in the next step.
     assert saved in ([30], [31]) and end.code == 143, f"saved after {saved}, exit status {end.code}"

@@ -4,15 +4,10 @@ What a recipe claims, it checks itself: it ends with an error if that does not h
 """
 
 import ast
-import os
 import re
-import runpy
-import sys
-from unittest.mock import patch
 
 import pytest
-import torch
-from support import PYTHON, ROOT, fork, fork_ranks, pretended, run, variant, wait_before_forks
+from support import PYTHON, ROOT, fork, fork_ranks, run, variant, wait_before_forks
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
 # They take long. In plain pytest, their answers are tested, pasted into a script.
@@ -99,35 +94,22 @@ def test_the_table_of_the_recipes_is_what_they_show():
             assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", shown), (name, figure)
 
 
-# ---- Wrong calls ----
+# ---- The form of a recipe ----
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_wrong_calls_end_in_one_line(tmp_path, monkeypatch, capsys, name):
-    path = f"recipes/{name}.py"
-    result = fork(path, "--nonsense", cwd=tmp_path)
-    assert result.status == 2 and "unrecognized arguments" in result.error()
-    assert "Traceback" not in result.output
-    if not ranks(name):
-        return
-    parse_args = runpy.run_path(str(ROOT / path))["parse_args"]
-    monkeypatch.setattr(sys, "argv", [path])
-    started = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-    for environment, message in (
-            ({}, f": error: start it with: torchrun --standalone --nproc-per-node={ranks(name)} "),
-            (started, "there are 1: use --nproc-per-node=1")):
-        with (patch.dict(os.environ, environment), pytest.raises(SystemExit) as end,
-              patch.multiple(torch.accelerator, **pretended(1))):
-            parse_args()
-        [line] = capsys.readouterr().err.splitlines()
-        assert end.value.code == 2 and message in line
-
-
-def test_what_some_recipes_cannot_work_with(tmp_path):
-    result = fork_ranks("recipes/tensor_parallel.py", cwd=tmp_path, world_size=7)
-    assert result.error().endswith("must be multiples of the number of ranks, which is 7")
-    result = fork("recipes/dry_run_1024_ranks.py", cwd=tmp_path, env={"RANK": "0"})
-    assert result.status == 2 and "start it with: python" in result.error()
+def test_a_recipe_is_a_proof_and_no_more():
+    """No devices, no options, and short; the answer stands at the top."""
+    lines = {}
+    for name in NAMES:
+        text = (ROOT / f"recipes/{name}.py").read_text()
+        lines[name] = len(text.splitlines())
+        assert lines[name] <= 350, f"{name} has {lines[name]} lines"
+        helpers = "pick_device|parse_args|stop|share_cores|count_gpus"
+        assert not (found := re.search(rf"^def ({helpers})\b", text, re.M)), (name, found[1])
+        first = next(i for i, line in enumerate(text.splitlines(), 1) if line.startswith("    "))
+        assert first <= 15, f"the answer of {name} begins in line {first}"
+    assert sum(lines.values()) <= 6200, lines
+    assert {path.stem for path in ROOT.glob("tests/pasted/*.py")} == {"plain", *NAMES}
 
 
 # ---- Each fails without its cure ----

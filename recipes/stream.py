@@ -70,7 +70,7 @@ class SplitByRankAndWorker(Stream):
         worker = get_worker_info()  # None with num_workers=0: the main process reads by itself
         workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
         start, step = self.rank * workers + me, self.world_size * workers
-        # Each worker still reads all samples. Have you many files? Then split the files alike.
+        # Every worker still reads all samples. If yours lie in many files, split the files alike.
         return itertools.islice(self.samples(), start, None, step)
 
 

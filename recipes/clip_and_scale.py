@@ -30,11 +30,11 @@ factors before they are averaged. Clipping before unscale_() limits the scaled g
 skip a bad batch on one rank yourself: the others would wait for it in backward(). A snapshot must
 hold scaler.state_dict().
 
-With bfloat16, leave the scaler out. Then look at the norm yourself: it is the same on all ranks.
-(FSDP2 returns a DTensor: norm.full_tensor().) Otherwise one inf makes weights nan for good, since
-clipping multiplies it by 0. If several steps in a row are skipped, stop.
-With or without a scaler, a skipped step has changed BatchNorm's buffers: the forward pass has put
-the inf into its running mean. Copy the buffers before each step, and put them back after a skip.
+With bfloat16, leave the scaler out, and look at the norm: it is the same on all ranks. (FSDP2
+returns a DTensor: norm.full_tensor().) Otherwise one inf makes weights nan for good, since clipping
+multiplies it by 0. If several steps in a row are skipped, stop. A skipped step has changed
+BatchNorm's buffers: the forward pass has put the inf into its running mean. Copy the buffers before
+each step, and put them back after a skip.
 """
 
 import contextlib

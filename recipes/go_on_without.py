@@ -39,10 +39,9 @@ other. A rank that raises an exception of its own ends the whole job: that is no
 All survivors go on from one state, that of the rank with the most steps. The process with the store
 must live. A rank that hangs counts as dead after the timeout, and ends when it comes back.
 
-NCCL was not tried: there torch by default ends the process after a failure, so the group has to be
-aborted first. Torch 2.15 has dist.shrink_group(dead, shrink_flags=distributed_c10d.SHRINK_ABORT),
-not for Gloo, and init_process_group(enable_reconfigure=True). torchft is made for this: by its
-documentation, it finds dead ranks by heartbeats, and lets new ones join. None of them was run here.
+NCCL was not tried: torch by default ends the process after a failure. Torch 2.15 has, not for Gloo,
+dist.shrink_group() and init_process_group(enable_reconfigure=True). torchft is made for this: by
+its documentation, it finds dead ranks by heartbeats, and lets new ones join. None was run here.
 """
 
 import copy
@@ -132,9 +131,9 @@ def take_newest_state(job):
     job: it has net, optimizer and step, the number of steps taken. Add all else that your step
     changes: the schedule, a scaler, random states.
 
-    When a rank dies, one survivor may have got the gradients of all and the other an error. Then
-    the first is one step ahead. Another call before optimizer.step() would not help: it could fail
-    in the same way. So the newest state counts: it has the gradients of all ranks.
+    When a rank dies, one survivor may have got the gradients of all, and the other an error: then
+    the first is one step ahead. Its state counts. (A further call before optimizer.step() would not
+    help: it could fail in the same way.)
     """
     state = [(job.net.state_dict(), job.optimizer.state_dict(), job.step)]
     dist.broadcast_object_list(state, src=0)
@@ -150,13 +149,11 @@ def leave_group():
         dist.destroy_process_group()
 
 
-def share(me, members):
-    """Right: the rows of the batch, dealt out to the members."""
+def share(me, members):  # right: the rows of the batch, dealt out to the members
     return range(members.index(me), BATCH, len(members))
 
 
-def old_share(me, members):
-    """Wrong: each keeps the rows that it had with all ranks. Nobody takes those of the dead."""
+def old_share(me, members):  # wrong: nobody takes the rows of the dead
     return range(me, BATCH, RANKS)
 
 
@@ -181,13 +178,11 @@ def main():
                  for me in range(RANKS)]
     for process in processes:
         process.start()
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in wait(running):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode > 0:  # not a signal but an exception: a fault of the program
-                raise SystemExit("a process has failed, see above")  # and end the others
+    while processes:
+        wait([process.sentinel for process in processes])
+        if any((process.exitcode or 0) > 0 for process in processes):  # an exception, no signal
+            raise SystemExit("a process has failed, see above")  # and end the others
+        processes = [process for process in processes if process.is_alive()]
     if not store.check(["finished"]):
         raise RuntimeError("no process has finished")
 

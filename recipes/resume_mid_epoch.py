@@ -24,11 +24,11 @@ neither on the ranks nor on the loader's workers.
 "Drawn anew": an item came with other random numbers than in a run without a stop. The common
 mistake keeps each rank's batch size, and skips as many batches as each rank had done. That is right
 only on the same number of ranks, and loads all that it skips. Count the steps in the training loop,
-as above: the loader's workers are ahead of it. In torch 2.15, DataLoader has no state_dict(), and
-DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 (February 2025)
-can do it on the same number of ranks: its state is that of one rank. Its maintainers repair it, but
-do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull request to
-move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
+as above: the loader's workers are ahead of it. Up to torch 2.15, DataLoader has no state_dict(),
+and DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 (February
+2025) can do it on the same number of ranks: its state is that of one rank. Its maintainers repair
+it, but do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull
+request to move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
 """
 
 import functools
@@ -51,13 +51,13 @@ EPOCH, STEPS, STOP = 3, 12, 5  # the job stops in epoch 3, after 5 of its 12 ste
 class GlobalBatches(Sampler):
     """A rank's share of each step's batch. For DataLoader(SeededItems(...), batch_sampler=...)."""
 
-    def __init__(self, steps, items, batch_size, rank, world_size, micro_batches=1):
+    def __init__(self, steps, items, batch_size, rank, world_size):
         """steps: a range, counted from 0 over all epochs. batch_size: that of all ranks."""
         self.steps, self.items, self.batch_size = steps, items, batch_size
-        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self.rank, self.world_size = rank, world_size
 
     def __len__(self):
-        return len(self.steps) * self.micro_batches
+        return len(self.steps)
 
     def __iter__(self):
         # An epoch is a shuffle of all items; each step takes the next slice of it. (The rest, less
@@ -69,8 +69,7 @@ class GlobalBatches(Sampler):
             # If world_size does not divide batch_size, some ranks have one item more. The loss must
             # then be weighed by len(share) * world_size / batch_size.
             share = batch[self.rank :: self.world_size]
-            for part in share.tensor_split(self.micro_batches):
-                yield [(epoch, item) for item in part.tolist()]
+            yield [(epoch, item) for item in share.tolist()]
 
 
 @functools.lru_cache(maxsize=1)  # so that a step need not shuffle again

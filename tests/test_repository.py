@@ -40,6 +40,7 @@ NOT_RUN = {
     "pytest( -m long( --write-transcripts)?)?": ".ci/run runs the tests",
     "pytest tests/test_recipes.py tests/test_recipes_pasted.py -k my_recipe .*":
         "it runs these tests",
+    "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
     "rm -f snapshot.pt": "says nothing",
     "python tests/(fault_campaign.py --rounds 100|departures.py --rounds 20)":
         "takes half an hour; test_faults.py and test_lab.py play some of it",

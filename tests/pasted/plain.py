@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import runpy
+import time
 import traceback
 from contextlib import redirect_stdout
 from datetime import timedelta

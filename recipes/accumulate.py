@@ -29,12 +29,9 @@ True for the last micro-batch. Until then, each rank keeps whole gradients: that
 Now write it yourself: exercises/07_accumulate.py.
 """
 
-import argparse
 import contextlib
 import gc
 import os
-import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -42,30 +39,29 @@ import torch.distributed as dist
 import torch.distributed.nn  # before there is a group: imported later, by DDP, it would hold that
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 MICRO_BATCHES, ROWS = 4, 8  # on each rank
+mean_loss = nn.MSELoss()  # a mean over all elements
 
 
 def accumulate(model, micro_batches):
-    """The right way. micro_batches: [(inputs, targets), ...], all of one size."""
+    """The right way: the lines above. micro_batches: [(inputs, targets), ...]."""
     for i, (inputs, targets) in enumerate(micro_batches):
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
-            loss = mse_loss(model(inputs), targets)  # the forward pass is inside, too
-            (loss / len(micro_batches)).backward()  # the mean over all rows, not a sum of means
+            (mean_loss(model(inputs), targets) / len(micro_batches)).backward()  # both passes
 
 
 def exchange_each_time(model, micro_batches):
     """Right, but each micro-batch costs an exchange."""
     for inputs, targets in micro_batches:
-        (mse_loss(model(inputs), targets) / len(micro_batches)).backward()
+        (mean_loss(model(inputs), targets) / len(micro_batches)).backward()
 
 
 def no_sync_too_late(model, micro_batches):
     """Right, and the same cost: the forward pass has decided already."""
     for i, (inputs, targets) in enumerate(micro_batches):
-        loss = mse_loss(model(inputs), targets)
+        loss = mean_loss(model(inputs), targets)
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             (loss / len(micro_batches)).backward()
 
@@ -73,28 +69,27 @@ def no_sync_too_late(model, micro_batches):
 def flag_in_between(model, micro_batches):
     """Wrong: the first backward() exchanges gradients, and the last one does not."""
     for i, (inputs, targets) in enumerate(micro_batches):
-        loss = mse_loss(model(inputs), targets)
+        loss = mean_loss(model(inputs), targets)
         model.require_backward_grad_sync = i == len(micro_batches) - 1
         (loss / len(micro_batches)).backward()
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    compare()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def compare(device):
+def compare():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # every rank makes the same rows, and takes its own ones
     rows = MICRO_BATCHES * ROWS * world_size
-    inputs, targets = torch.randn(2, rows, 256, device=device)
-    whole = new_model(device)
-    mse_loss(whole(inputs), targets).backward()  # one process, one batch
+    inputs, targets = torch.randn(2, rows, 256)
+    whole = new_model()
+    mean_loss(whole(inputs), targets).backward()  # one process, one batch
     expected = flat_gradient(whole)
     micro_batches = list(zip(inputs[rank::world_size].split(ROWS),
                              targets[rank::world_size].split(ROWS), strict=True))
@@ -105,7 +100,7 @@ def compare(device):
     for name, way in [("DDP as usual", exchange_each_time), ("no_sync, both passes", accumulate),
                       ("no_sync, backward", no_sync_too_late),
                       ("flag set in between", flag_in_between)]:
-        model = DDP(new_model(device))
+        model = DDP(new_model())
         sent[name] = count_bytes(model)
         way(model, micro_batches)
         sent[name] = sum(sent[name])
@@ -132,68 +127,19 @@ def count_bytes(model):
     return sizes
 
 
-def new_model(device):
+def new_model():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to(device)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
 
 
 def flat_gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

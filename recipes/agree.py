@@ -32,12 +32,9 @@ if all ranks decide by the same number, such as a validation loss that they have
 Now write it yourself: exercises/08_stop_together.py.
 """
 
-import argparse
 import math
 import os
-import sys
 import tempfile
-import time
 from datetime import timedelta
 
 import torch
@@ -103,10 +100,9 @@ def reasons_to_stop(rank, world_size, folder):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with tempfile.TemporaryDirectory() as folder:  # each rank has its own: a disk of its own
         stop_alone_and_together(folder)
     dist.destroy_process_group()
@@ -146,9 +142,6 @@ def watch(train, wants_to_stop):
     return list(epochs), [rank for rank, wish in enumerate(wishes) if wish], list(errors)
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
 def gathered(value):
     """Return every rank's value, in rank order. All ranks must call it."""
     values = [None] * dist.get_world_size()
@@ -156,56 +149,10 @@ def gathered(value):
     return values
 
 
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

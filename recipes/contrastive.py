@@ -7,9 +7,11 @@
 A contrastive loss compares each sample with its partner and with all others, its negatives. But a
 rank (process) has only its own part of the batch. dist.all_gather fetches the other ranks' rows,
 but no gradient goes back through it. AllGather below is an autograd function that sends the
-gradients back to the ranks from which the rows came. Copy it. (all_gather in
-torch.distributed.nn.functional does so, too, but it is deprecated. With Gloo, its gradient is wrong
-if the one that it gets is not contiguous, without an error: torch 2.15.)
+gradients back to the ranks from which the rows came. Copy it. torch's own stand in a private
+module: all_gather_single_autograd(rows, 0, dist.group.WORLD) in
+torch.distributed._functional_collectives (torch 2.14: the same gradient).
+(all_gather in torch.distributed.nn.functional is deprecated. With Gloo, its gradient is wrong if
+the one that it gets is not contiguous, without an error: torch 2.14 and 2.15.)
 
     torchrun --standalone --nproc-per-node=2 recipes/contrastive.py
 
@@ -33,11 +35,8 @@ too large instead.
 Now write it yourself: exercises/12_gather_with_gradients.py.
 """
 
-import argparse
 import gc
 import os
-import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -76,15 +75,19 @@ def gather_parts(rows):
 
 def loss_of_rows(a, b, all_a, all_b, scale, first):
     """The mean loss of some of all pairs: row i of a and of b is row first + i of all rows."""
-    target = torch.arange(len(a), device=a.device) + first
+    target = torch.arange(len(a)) + first
     return cross_entropy(scale * a @ all_b.T, target) + cross_entropy(scale * b @ all_a.T, target)
 
 
 def with_gradient(a, b, scale):
-    """The right way: each rank compares its own rows with all rows."""
+    """The right way, the lines above: each rank compares its own rows with all rows.
+
+    a, b: this rank's embeddings, (rows, width) each, of one size on all ranks. Return its loss.
+    """
     all_a, all_b = AllGather.apply(torch.stack([a, b], dim=1)).unbind(dim=1)
-    # Without first, every rank would take the rows of rank 0 for the partners of its own.
-    return loss_of_rows(a, b, all_a, all_b, scale, first=dist.get_rank() * len(a))
+    target = torch.arange(len(a), device=a.device) + dist.get_rank() * len(a)  # not from row 0 on
+    loss = cross_entropy(scale * a @ all_b.T, target) + cross_entropy(scale * b @ all_a.T, target)
+    return loss
 
 
 def local_negatives(a, b, scale):
@@ -122,21 +125,20 @@ def put_back(a, b):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare_losses(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    compare_losses()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def compare_losses(device):
+def compare_losses():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # every rank makes the same pairs, and takes its own ones
     first = torch.randn(PAIRS * world_size, 16)
     second = first + 0.1 * torch.randn_like(first)  # another view of the same thing
-    whole, pairs = new_encoder(device), torch.stack([first, second]).to(device)
+    whole, pairs = new_encoder(), torch.stack([first, second])
     a, b, scale = whole(pairs)
     loss_of_rows(a, b, a, b, scale, first=0).backward()  # one process, one batch
     log(f"{PAIRS} pairs on each of {world_size} ranks, compared with {len(first)} pairs in one"
@@ -149,7 +151,7 @@ def compare_losses(device):
                        ("own rows put back", own_rows_put_back),
                        ("whole loss on every rank", whole_loss),
                        ("whole loss times ranks", whole_loss_times_ranks)]:
-        model = DDP(new_encoder(device))
+        model = DDP(new_encoder())
         loss(*model(pairs[:, rank * PAIRS : (rank + 1) * PAIRS])).backward()
         off[name] = [((found.grad - expected.grad).norm() / expected.grad.norm()).item()
                      for found, expected in zip(model.module.parts(), whole.parts(), strict=True)]
@@ -180,64 +182,15 @@ class Encoder(nn.Module):
         return self.layer.weight, self.log_scale
 
 
-def new_encoder(device):
+def new_encoder():
     torch.manual_seed(1)
-    return Encoder().to(device)
+    return Encoder()
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

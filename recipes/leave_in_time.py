@@ -7,6 +7,7 @@
 
     if step % ASK_EVERY == 0 and any_rank(asked.is_set(), flags):  # at the end of a step
         save(step)  # as in your script: rank 0, say
+        dist.barrier(group=flags)  # wait for it: once one rank has left, torchrun ends the others
         dist.destroy_process_group()
         sys.exit(128 + signal.SIGTERM)  # not 0, which says that the job has done its work
 
@@ -17,17 +18,24 @@ has noted it: they leave after the same step. torchrun signals the loader's work
 read data), too. If one ends, its rank fails, so they have to ignore the signal. (On a Mac they
 cannot: take num_workers=0 there, without the last two arguments.)
 
+Only some of the ranks may get the signal, say those of one machine. Then each other machine's
+torchrun takes the first rank that leaves for a failed one. It kills the rest after 30 s, in the
+middle of a longer save. Hence the barrier.
+
     python recipes/leave_in_time.py
 
     [rank 0/2] no handler             60 steps done,  40 saved: 20 lost
     [rank 0/2] asks after each epoch 224 steps done, 200 saved: 24 lost; killed after 10 s
     [rank 0/2] workers get SIGTERM    60 steps done,  40 saved: 20 lost; a worker had ended
-    [rank 0/2] asks in each step      60 steps done,  60 saved:  0 lost
-    [rank 0/2] SIGTERM after step 60 of 1000, a snapshot after every 40: the last way loses nothing
+    [rank 0/2] asks in each step      61 steps done,  61 saved:  0 lost
+    [rank 0/2] leaves without waiting 61 steps done,  40 saved: 21 lost; killed after 30 s
+    [rank 0/2] waits for the save     61 steps done,  61 saved:  0 lost
+    [rank 0/2] SIGTERM after step 60 of 1000, a snapshot after every 40: the right ways lose nothing
 
-Each line is a job of two ranks, which gets SIGTERM during an epoch of 1000 steps. In place of
-torchrun's 30 s, it has 10 here (torch 2.11 knows 30 alone). Choose ASK_EVERY so that so many steps,
-or your evaluation, and a save fit into the 30 s. Since torch 2.12,
+Each line is a job of two ranks. SIGTERM comes in an epoch of 1000 steps: in the first four jobs to
+torchrun, in the last two to rank 1 alone, and there the last save takes 40 s. In place of
+torchrun's 30 s, the first four have 10 (torch 2.11 knows 30 alone). Choose ASK_EVERY so that so
+many steps, or your evaluation, and a save fit into the 30 s. Since torch 2.12,
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 in torchrun's environment grants more (but when a machine joins
 the job, or a rank has failed, it is always 30 s). Whoever sends SIGTERM to torchrun has a time of
 his own: 30 s in Kubernetes (terminationGracePeriodSeconds) and in Slurm (KillWait), 10 s in Docker
@@ -37,7 +45,6 @@ collective call does not run its handler. What ends such a rank in time: leave_o
 template/survive.py.
 """
 
-import argparse
 import multiprocessing
 import os
 import re
@@ -56,15 +63,18 @@ from torch.utils.data import DataLoader
 
 STEPS, SAVE_EVERY, SIGNAL_AFTER = 1000, 40, 60
 ASK_EVERY = 1  # steps here are slow. For 100 steps a second: 100
-TIMEOUT = timedelta(seconds=60)  # how long ranks wait for each other
 GRACE = 10  # seconds, in place of torchrun's 30; torch 2.11 keeps to these
-WAYS = {"no handler": "nothing", "asks after each epoch": "epoch",
-        "workers get SIGTERM": "workers", "asks in each step": "step"}
-SIGNS = {  # what torch prints, and what that means
-    "epoch": ("forcefully exiting", "; killed after {:.0f} s"),
+LONG_SAVE = 40  # seconds: more than the 30 that torchrun leaves the others when a rank has left
+WAYS = ["no handler", "asks after each epoch", "workers get SIGTERM", "asks in each step",
+        "leaves without waiting", "waits for the save"]
+TO_ONE_RANK = WAYS[4:]
+KILLED = "forcefully exiting"  # what torchrun prints then
+SIGNS = {  # what a job prints, and what that means
+    "asks after each epoch": (KILLED, "; killed after {:.0f} s"),
     # A traceback from the loader: mostly "DataLoader worker (pid ...) is killed by signal:
     # Terminated", or ConnectionResetError if the worker ended while it handed over a batch.
-    "workers": ("torch/utils/data/", "; a worker had ended"),
+    "workers get SIGTERM": ("torch/utils/data/", "; a worker had ended"),
+    "leaves without waiting": (KILLED, "; killed after {:.0f} s"),
 }
 
 
@@ -107,64 +117,51 @@ def any_rank(condition, group):
 
 
 def train(way, path):
-    """One rank. way: "step" is the right one; "nothing", "epoch" and "workers" are wrong."""
-    rank = dist.get_rank()
-    flags = dist.new_group(backend="gloo", timeout=TIMEOUT)  # a timeout of its own
-    if way != "nothing":
+    """One rank. way: one of WAYS. Two are right: "asks in each step" and "waits for the save"."""
+    def save(step):  # rank 0, beside the old file, then moved over it
+        if dist.get_rank() == 0:
+            time.sleep(LONG_SAVE if way in TO_ONE_RANK and step % SAVE_EVERY else 0.2)
+            torch.save({"step": step}, f"{path}.new")
+            os.replace(f"{path}.new", path)
+
+    flags = dist.new_group(backend="gloo", timeout=timedelta(minutes=10))
+    if way != "no handler":
         asked = flag_on_sigterm()
     loader = DataLoader(range(2 * STEPS), batch_size=2, num_workers=1,
-                        worker_init_fn=None if way == "workers" else ignore_sigterm,
+                        worker_init_fn=None if way == "workers get SIGTERM" else ignore_sigterm,
                         multiprocessing_context="fork")
     for step, batch in enumerate(loader, 1):
-        exchange_gradients(batch)
-        if rank == 0:
-            print(f"step {step}\n", end="", flush=True)
-        ask = way in ("step", "workers") and step % ASK_EVERY == 0
-        if ask and any_rank(asked.is_set(), flags):
-            save_step(step, path)
+        dist.all_reduce(batch.float())  # your step: DDP waits for all ranks in each backward()
+        time.sleep(0.05)
+        print(f"step {step} of rank {dist.get_rank()}, {os.getpid()}\n", end="", flush=True)
+        if way in ("no handler", "asks after each epoch"):
+            pass
+        elif step % ASK_EVERY == 0 and any_rank(asked.is_set(), flags):
+            save(step)
+            if way != "leaves without waiting":
+                dist.barrier(group=flags)  # until rank 0 has saved
             dist.destroy_process_group()
             sys.exit(128 + signal.SIGTERM)
         if step % SAVE_EVERY == 0:
-            save_step(step, path)
-    if way == "epoch" and any_rank(asked.is_set(), flags):
-        save_step(step, path)
-
-
-def exchange_gradients(batch):
-    """Stands for your step: DistributedDataParallel waits for all ranks in each backward()."""
-    dist.all_reduce(batch.float())
-    time.sleep(0.05)
-
-
-def save_step(step, path):
-    """Stands for your save: rank 0, beside the old file, then moved over it."""
-    if dist.get_rank() == 0:
-        time.sleep(0.2)  # a snapshot of some GB takes longer
-        torch.save({"step": step}, f"{path}.new")
-        os.replace(f"{path}.new", path)
+            save(step)
+    if way == "asks after each epoch" and any_rank(asked.is_set(), flags):
+        save(step)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.parse_args()
-    if "RANK" in os.environ:
-        parser.error(f"it starts its processes itself; start it with: python {sys.argv[0]}")
     lost = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        jobs = {name: pool.submit(run_job, way, os.path.join(folder, f"{way}.pt"))
-                for name, way in WAYS.items()}  # side by side: mostly they wait
-        for name, job in jobs.items():
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(WAYS)) as pool:
+        jobs = {way: pool.submit(run_job, way, os.path.join(folder, f"{way}.pt"))
+                for way in WAYS}  # side by side: mostly they wait
+        for way, job in jobs.items():
             done, saved, end = job.result()
-            lost[name] = done - saved
-            show(f"{name:<21} {done:>3} steps done, {saved:>3} saved: {lost[name]:>2} lost{end}")
-    nothing, _, workers, right = lost.values()  # the second is killed at any step: see SIGNS
-    if right or not (nothing and workers):
+            lost[way] = done - saved
+            show(f"{way:<22}{done:>3} steps done, {saved:>3} saved: {lost[way]:>2} lost{end}")
+    wrong = ("no handler", "workers get SIGTERM", "leaves without waiting")  # see SIGNS, too
+    if lost["asks in each step"] or lost["waits for the save"] or not all(map(lost.get, wrong)):
         raise RuntimeError("this is not what this file says")
     show(f"SIGTERM after step {SIGNAL_AFTER} of {STEPS}, a snapshot after every {SAVE_EVERY}: the"
-         " last way loses nothing")
-
-
-# ---- Helpers that are no part of the lesson ----
+         " right ways lose nothing")
 
 
 def show(message):
@@ -172,37 +169,35 @@ def show(message):
 
 
 def run_job(way, path):
-    """Start a job of two ranks, and send SIGTERM to torchrun; return (steps done, saved, end)."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.Popen([*torchrun, sys.argv[0], way, path], text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, env={
-                               **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)})
+    """Start a job of two ranks, and send SIGTERM; return (steps done, saved, end)."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         sys.argv[0], way, path], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)})
     (sign, end), output, done, asked_at, seconds = SIGNS.get(way, ("", "")), "", 0, 0, 0
+    asked = 1 if way in TO_ONE_RANK else 0  # the rank whose step it is
     for line in job.stdout:
         output += line
         if sign in line:
             seconds = time.monotonic() - asked_at
-        if found := re.fullmatch(r"step (\d+)\n", line):
-            done = int(found[1])
-            if done == SIGNAL_AFTER:
-                job.send_signal(signal.SIGTERM)
+        if found := re.fullmatch(r"step (\d+) of rank (\d), (\d+)\n", line):
+            step, rank, pid = map(int, found.groups())
+            done = max(done, step)
+            if (step, rank) == (SIGNAL_AFTER, asked):
+                os.kill(pid if way in TO_ONE_RANK else job.pid, signal.SIGTERM)
                 asked_at = time.monotonic()
     job.wait()
     if done < SIGNAL_AFTER:
         raise RuntimeError(output)
-    if sign not in output or way == "step" and SIGNS["epoch"][0] in output:  # not in time
+    if sign not in output or not sign and KILLED in output:  # not in time
         raise RuntimeError(f"this is not what this file says of {way}: {output}")
     return done, torch.load(path)["step"], end.format(seconds)
 
 
-def run_rank(way, path):
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    train(way, path)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ and len(sys.argv) == 3:  # started by run_job()
-        run_rank(*sys.argv[1:])
+    if "RANK" in os.environ:  # started by run_job()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        train(*sys.argv[1:])
+        dist.destroy_process_group()
     else:
         main()

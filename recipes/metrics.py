@@ -4,7 +4,7 @@
     own = [column.cpu().clone() for column in (scores, labels)]  # the ranks' sizes may differ
     dist.all_gather_object(shares, own)
     scores, labels = (torch.cat(column) for column in zip(*shares, strict=True))
-    value = auc(scores, labels)  # the metric of all rows, on every rank
+    value = metric(scores, labels)  # of all rows, on every rank
 
 Each rank (process) evaluates its own share of the rows. A mean, such as the accuracy or the loss,
 comes from sums: add them up over the ranks, and divide once. F1 comes from three counts in the same
@@ -28,29 +28,26 @@ each rank every world_size-th row instead (pitfalls/padded_evaluation.py).
 Now write it yourself: exercises/09_evaluate_exactly.py.
 """
 
-import argparse
 import os
-import sys
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 
-def gather_rows(*columns):
-    """Return each column with the rows of all ranks, in rank order, on the CPU of every rank."""
-    shares = [None] * dist.get_world_size()
-    # The objects may differ in size; all_gather() takes equal shapes only. cpu(): a tensor on
-    # GPU 1 arrives on GPU 1, on every rank, although that GPU belongs to rank 1. clone(): a slice
-    # of a tensor would take the whole tensor along.
-    dist.all_gather_object(shares, [column.cpu().clone() for column in columns])
-    return [torch.cat(column) for column in zip(*shares, strict=True)]
-
-
 def metric_of_all_rows(metric, scores, labels):
-    """The right way for any metric. If rank 0 alone needs it: dist.gather_object sends less."""
-    return metric(*gather_rows(scores, labels))
+    """The right way for any metric: the lines above.
+
+    scores, labels: this rank's rows, tensors of equal length. The ranks' rows come in rank order.
+    """
+    shares = [None] * dist.get_world_size()
+    # all_gather() takes equal shapes only. cpu(): a tensor on GPU 1 arrives on GPU 1, on every
+    # rank, although that GPU is rank 1's. clone(): a slice would take the whole tensor along.
+    own = [column.cpu().clone() for column in (scores, labels)]
+    dist.all_gather_object(shares, own)  # if rank 0 alone needs them: gather_object sends less
+    scores, labels = (torch.cat(column) for column in zip(*shares, strict=True))
+    value = metric(scores, labels)
+    return value
 
 
 def f1_from_sums(scores, labels):
@@ -62,7 +59,7 @@ def f1_from_sums(scores, labels):
 
 def mean_of_metrics(metric, scores, labels):
     """Wrong: the metric of each share, averaged."""
-    value = torch.tensor(metric(scores, labels), device=scores.device)
+    value = torch.tensor(metric(scores, labels))
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
@@ -92,26 +89,25 @@ def count_hits(scores, labels):
 
 
 def f1_of(counts):
-    true_positives, false_positives, false_negatives = counts.double().cpu()
+    true_positives, false_positives, false_negatives = counts.double()
     return (2 * true_positives / (2 * true_positives + false_positives + false_negatives)).item()
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare_metrics(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    compare_metrics()
     dist.destroy_process_group()
 
 
-def compare_metrics(device):
+def compare_metrics():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     all_scores, all_labels = make_scores()
     first, rest = 600, len(all_scores) - 600  # rank 0 has more rows
     sizes = [first] + [len(part) for part in torch.arange(rest).tensor_split(world_size - 1)]
-    scores = all_scores.split(sizes)[rank].to(device)  # on a GPU, your model leaves them there
-    labels = all_labels.split(sizes)[rank].to(device)
+    scores = all_scores.split(sizes)[rank]
+    labels = all_labels.split(sizes)[rank]
     log(f"{len(all_scores)} rows, in shares of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}")
     log("metric    one process   over all ranks   mean of the ranks' metrics")
 
@@ -138,59 +134,10 @@ def make_scores():
     return scores + 0.3 * (torch.arange(1001) > 600), labels
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

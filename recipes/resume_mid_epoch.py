@@ -24,20 +24,17 @@ neither on the ranks nor on the loader's workers.
 "Drawn anew": an item came with other random numbers than in a run without a stop. The common
 mistake keeps each rank's batch size, and skips as many batches as each rank had done. That is right
 only on the same number of ranks, and loads all that it skips. Count the steps in the training loop,
-as above: the loader's workers are ahead of it. In torch 2.15, DataLoader has no state_dict(), and
-DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 (February 2025)
-can do it on the same number of ranks: its state is that of one rank. Its maintainers repair it, but
-do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull request to
-move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
+as above: the loader's workers are ahead of it. Up to torch 2.15, DataLoader has no state_dict(),
+and DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 (February
+2025) can do it on the same number of ranks: its state is that of one rank. Its maintainers repair
+it, but do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull
+request to move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
 """
 
-import argparse
 import functools
 import itertools
 import os
 import random
-import sys
-import time
 from datetime import timedelta
 
 import numpy
@@ -54,13 +51,13 @@ EPOCH, STEPS, STOP = 3, 12, 5  # the job stops in epoch 3, after 5 of its 12 ste
 class GlobalBatches(Sampler):
     """A rank's share of each step's batch. For DataLoader(SeededItems(...), batch_sampler=...)."""
 
-    def __init__(self, steps, items, batch_size, rank, world_size, micro_batches=1):
+    def __init__(self, steps, items, batch_size, rank, world_size):
         """steps: a range, counted from 0 over all epochs. batch_size: that of all ranks."""
         self.steps, self.items, self.batch_size = steps, items, batch_size
-        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self.rank, self.world_size = rank, world_size
 
     def __len__(self):
-        return len(self.steps) * self.micro_batches
+        return len(self.steps)
 
     def __iter__(self):
         # An epoch is a shuffle of all items; each step takes the next slice of it. (The rest, less
@@ -72,8 +69,7 @@ class GlobalBatches(Sampler):
             # If world_size does not divide batch_size, some ranks have one item more. The loss must
             # then be weighed by len(share) * world_size / batch_size.
             share = batch[self.rank :: self.world_size]
-            for part in share.tensor_split(self.micro_batches):
-                yield [(epoch, item) for item in part.tolist()]
+            yield [(epoch, item) for item in share.tolist()]
 
 
 @functools.lru_cache(maxsize=1)  # so that a step need not shuffle again
@@ -120,10 +116,9 @@ def skip_on_each_rank(dataset, batch_size, rank, world_size, first_step):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     compare_ways_to_go_on()
     dist.destroy_process_group()
 
@@ -186,33 +181,6 @@ class Augmented(Dataset):
         return torch.stack([torch.tensor(index), torch.randint(10**12, ())])
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
 def gathered(value):
     """Return every rank's value, in rank order. All ranks must call it."""
     values = [None] * dist.get_world_size()
@@ -220,32 +188,10 @@ def gathered(value):
     return values
 
 
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

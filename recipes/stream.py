@@ -27,11 +27,8 @@ batch left. all_have() below ends the epoch on all ranks before that, and drops 
 left. To train on those batches as well, use Join (pitfalls/uneven_inputs.py).
 """
 
-import argparse
 import itertools
 import os
-import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -94,14 +91,11 @@ def all_have(batches):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    if device.type != "cpu":  # not run here: one backend for each kind of tensor
-        backend = f"cpu:gloo,{device.type}:{backend}"  # "cpu:gloo,cuda:nccl", say
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     deliver()
-    end_together(device)
+    end_together()
     dist.destroy_process_group()
 
 
@@ -118,23 +112,20 @@ def deliver():
             raise RuntimeError(f"{name}: not every sample is delivered {copies} times")
 
 
-def end_together(device):
+def end_together():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = list(DataLoader(SplitByRankAndWorker(rank, world_size), BATCH_SIZE))  # no workers
     if rank > 0:
         del batches[len(batches) // 2 :]
     steps = 0
     for _ in all_have(batches):
-        dist.all_reduce(torch.ones(1, device=device))  # your step: DDP waits in backward(), too
+        dist.all_reduce(torch.ones(1))  # your step: DDP waits in backward(), too
         steps += 1
     have, took = gathered(len(batches)), gathered(steps)
     log(f"batches on each rank, as if a filter had dropped some: {', '.join(map(str, have))}")
     log(f"steps that each rank takes with all_have():            {', '.join(map(str, took))}")
     if min(have) == max(have) or took != [min(have)] * world_size:
         raise RuntimeError(f"batches {have}, steps {took}: not the steps of the shortest share")
-
-
-# ---- Helpers that are no part of the lesson ----
 
 
 def gathered(value):
@@ -144,56 +135,10 @@ def gathered(value):
     return values
 
 
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,9 @@ loss to report is weighed alike: its sum over all micro-batches and ranks, divid
 Now write it yourself: exercises/02_mean_of_unequal_shares.py, then 07_accumulate.py.
 """
 
-import argparse
 import contextlib
 import gc
 import os
-import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -48,16 +45,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 MICRO_BATCHES = 3  # on each rank
 VOCABULARY, LONGEST = 50, 64
-PADDING = -100  # cross_entropy leaves out targets of this value (its ignore_index)
+PADDING = -100  # cross_entropy leaves out targets of this value: its ignore_index
 
 
 def sum_over_all_tokens(model, micro_batches):
-    """The right way. micro_batches: [(inputs, targets), ...], at least one on each rank."""
-    tokens = sum((targets != PADDING).sum() for _, targets in micro_batches)
+    """The right way: the lines above.
+
+    micro_batches: [(inputs, targets), ...], at least one on each rank; each (rows, length).
+    """
+    tokens = sum((targets != -100).sum() for _, targets in micro_batches)
     dist.all_reduce(tokens)  # of all ranks, before the first backward()
     for i, (inputs, targets) in enumerate(micro_batches):
         with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
-            loss = token_loss(model, inputs, targets, "sum")
+            loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
             (loss * dist.get_world_size() / tokens).backward()  # DDP will divide by world_size
 
 
@@ -92,22 +92,21 @@ def token_loss(model, inputs, targets, reduction):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare_weighings(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    compare_weighings()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def compare_weighings(device):
+def compare_weighings():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    every_batch = make_micro_batches(MICRO_BATCHES * world_size, device)
+    every_batch = make_micro_batches(MICRO_BATCHES * world_size)
     counts = [(targets != PADDING).sum().item() for _, targets in every_batch]
     log(f"{MICRO_BATCHES} micro-batches on each of {world_size} ranks, of {min(counts)} to"
         f" {max(counts)} tokens; compared with one batch of {sum(counts)}")
-    whole = new_language_model(device)  # one process, one batch
+    whole = new_language_model()  # one process, one batch
     token_loss(whole, *map(torch.cat, zip(*every_batch, strict=True)), "mean").backward()
     expected = flat_gradient(whole)
 
@@ -116,7 +115,7 @@ def compare_weighings(device):
                       ("mean of means", mean_of_means),
                       ("sum over own tokens", sum_over_own_tokens),
                       ("factor forgotten", without_factor)]:
-        model = DDP(new_language_model(device))
+        model = DDP(new_language_model())
         way(model, every_batch[rank::world_size])
         off[name] = ((flat_gradient(model) - expected).norm() / expected.norm()).item()
         log(f"{name:<19}  gradient off by {off[name]:.1e}")
@@ -127,7 +126,7 @@ def compare_weighings(device):
     log("sum over all tokens: the gradient of one batch, however the tokens are shared out")
 
 
-def make_micro_batches(count, device):
+def make_micro_batches(count):
     """Your text as tokens: rows of different lengths, padded. Here the same list on every rank."""
     generator = torch.Generator().manual_seed(0)
     batches = []
@@ -137,72 +136,23 @@ def make_micro_batches(count, device):
         targets = (inputs + 1) % VOCABULARY  # what the model has to learn
         targets[0, longest:] = PADDING
         targets[1, longest // 2 :] = PADDING  # a shorter row
-        batches.append((inputs.to(device), targets.to(device)))
+        batches.append((inputs, targets.to()))
     return batches
 
 
-def new_language_model(device):
+def new_language_model():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)).to(device)
+    return nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY))
 
 
 def flat_gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ first call that differs between the ranks shows where to look.
     torchrun --standalone --nproc-per-node=2 recipes/who_is_missing.py
 
     [rank 0/2] validate_on_rank_0: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce Float[7] in validate (who_is_missing.py:219)
-    [rank 0/2]   rank 1 called broadcast Float[9] in validate_on_rank_0 (who_is_missing.py:201)
+    [rank 0/2]   rank 0 called all_reduce Float[7] in validate (who_is_missing.py:206)
+    [rank 0/2]   rank 1 called broadcast Float[9] in validate_on_rank_0 (who_is_missing.py:189)
     [rank 0/2] the error says only: Timed out waiting 1000ms for recv operation to complete
     [rank 0/2] stuck_in_loader: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce Float[4] in average_gradients (who_is_missing.py:215)
+    [rank 0/2]   rank 0 called all_reduce Float[4] in average_gradients (who_is_missing.py:202)
     [rank 0/2]   rank 1 made 3 calls, and no call 4
     [rank 0/2] both faults found: the rank, and the line of each call that was made
 
@@ -39,20 +39,19 @@ does not read Gloo's (KeyError). To see the stacks and records of all ranks in a
 hangs, there is torch.distributed.debug.start_debug_server() (experimental, not run here).
 """
 
-import argparse
 import faulthandler
 import linecache
 import os
+import pathlib
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,12 +69,11 @@ def save_record(folder):
     number before the first group is made, and 0 switches the recorder off.
     """
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"rank{dist.get_rank()}")
-    part = f"{path}.{threading.get_native_id()}"  # two threads may save at once
-    with open(part, "wb") as file:
-        # Of Gloo's groups. For NCCL's in torch 2.15: _dump_fr_trace(backend="nccl2") (not run).
-        file.write(_distributed_c10d._dump_fr_trace())
-    os.replace(part, path)  # whoever sees the file sees all of it
+    path = pathlib.Path(folder, f"rank{dist.get_rank()}")
+    part = path.with_suffix(f".{threading.get_native_id()}")  # two threads may save at once
+    # Of Gloo's groups. For NCCL's in torch 2.15: _dump_fr_trace(backend="nccl2") (not run).
+    part.write_bytes(_distributed_c10d._dump_fr_trace())
+    part.replace(path)  # whoever sees the file sees all of it
 
 
 def save_record_at_sigterm(folder):
@@ -114,22 +112,15 @@ def save_record_at_sigterm(folder):
 
 def load_records(folder, world_size, patience=10):
     """Return each rank's record, in rank order; None for a rank that writes none in patience s."""
-    paths = [os.path.join(folder, f"rank{rank}") for rank in range(world_size)]
+    paths = [pathlib.Path(folder, f"rank{rank}") for rank in range(world_size)]
     deadline = time.monotonic() + patience  # the ranks do not fail in the same moment
-    while not all(map(os.path.exists, paths)) and time.monotonic() < deadline:
+    while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.02)
-    records = []
-    for path in paths:
-        record = None
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                record = pickle.load(file)  # a pickle can run code: read your own files only
-        records.append(record)
-    return records
+    # A pickle can run code: read your own files only.
+    return [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """What a rank did where the ranks differ."""
 
     kind: str = ""  # all_reduce, say; "" if the rank did not get so far
@@ -165,10 +156,8 @@ def first_difference(records, group="default_pg"):
 
 
 def call_of(entry):
-    kind = entry["profiling_name"].partition(":")[2]  # "gloo:all_reduce"
-    # In these two, the ranks pass tensors of different sizes.
-    sizes = ""
-    if not kind.startswith(("scatter", "all_to_all")):
+    kind, sizes = entry["profiling_name"].partition(":")[2], ""  # "gloo:all_reduce"
+    if not kind.startswith(("scatter", "all_to_all")):  # there, the ranks' tensors differ in size
         tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         sizes = " ".join(f"{dtype}{size}" for dtype, size in tensors)
     frames = [frame for frame in entry["frames"] if not frame["filename"].startswith(TORCH)]
@@ -186,8 +175,7 @@ def describe(number, calls):
         else:
             where = "no Python function"  # with GPUs, a thread of torch's own runs backward()
             if frame := call.frame:
-                file = os.path.basename(frame["filename"])
-                where = f"{frame['name']} ({file}:{frame['line']})"
+                where = f"{frame['name']} ({os.path.basename(frame['filename'])}:{frame['line']})"
             lines.append(f"rank {rank} called {call.kind} {call.sizes} in {where}")
     return lines
 
@@ -211,8 +199,7 @@ def stuck_in_loader(group, folder):
 
 
 def average_gradients(group):
-    """Stands for loss.backward() with DistributedDataParallel (DDP)."""
-    dist.all_reduce(torch.ones(4), group=group)
+    dist.all_reduce(torch.ones(4), group=group)  # stands for loss.backward() with DDP
 
 
 def validate(group):
@@ -220,10 +207,9 @@ def validate(group):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(f"start it with: torchrun --standalone --nproc-per-node=2 {__file__}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with tempfile.TemporaryDirectory() as folder:  # each rank makes one; all use that of rank 0
         show_both(gathered(folder)[0])
         dist.barrier()  # the folder is needed up to here
@@ -233,35 +219,29 @@ def main():
 def show_both(folder):
     error, number, calls = hang(validate_on_rank_0, folder)
     log(f"the error says only: {error}")
-    others = [calls.get(rank) for rank in range(1, dist.get_world_size())]
-    if number != 4 or not (is_call(calls.get(0), "all_reduce", "validate") and all(
-            is_call(call, "broadcast", "validate_on_rank_0") for call in others)):
+    if number != 4 or not (is_call(calls[0], "all_reduce", "validate") and all(
+            is_call(call, "broadcast", "validate_on_rank_0") for call in calls[1:])):
         raise RuntimeError(f"the call that rank 0 made alone is not found: {number}, {calls}")
-
-    error, number, calls = hang(stuck_in_loader, folder)
-    *others, last = [calls.get(rank) for rank in range(dist.get_world_size())]
+    error, number, (*others, last) = hang(stuck_in_loader, folder)
     if number != 4 or not last or (last.kind, last.made) != ("", 3) or not all(
             is_call(call, "all_reduce", "average_gradients") for call in others):
-        raise RuntimeError(f"the rank that is missing is not found: {number}, {calls}")
+        raise RuntimeError(f"the rank that is missing is not found: {number}, {others}, {last}")
     log("both faults found: the rank, and the line of each call that was made")
 
 
 def is_call(call, kind, function):
     """Whether it is a call of that kind, in that function, in a line that does make it."""
-    if not (call and call.frame):
-        return False
-    line = linecache.getline(call.frame["filename"], call.frame["line"])
-    return call.kind == kind and call.frame["name"] == function and f"dist.{kind}(" in line
+    frame = call.frame if call else None
+    line = linecache.getline(frame["filename"], frame["line"]) if frame else ""
+    return f"dist.{kind}(" in line and call.kind == kind and frame["name"] == function
 
 
 def hang(fault, folder):
-    """Run into a timeout; return (error, number of the call, {rank: call})."""
+    """Run into a timeout; return (error, number of the call, each rank's call)."""
     name, error = fault.__name__, ""
     folder = os.path.join(folder, name)
-    os.makedirs(folder, exist_ok=True)
-    # A group for each fault, because a timeout breaks the group. Gloo's on GPUs, too: after a
-    # timeout, NCCL ends the process.
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=name)
+    # A group for each fault, because a timeout breaks the group.
+    group = dist.new_group(timeout=TIMEOUT, group_desc=name)
     dist.barrier()  # so that TIMEOUT can be short
     try:
         fault(group, folder)
@@ -270,15 +250,12 @@ def hang(fault, folder):
     finally:
         save_record(folder)
     number, calls = first_difference(load_records(folder, dist.get_world_size()), group=name)
-    log(f"{name}: {describe(number, calls)[0]}")
-    for line in describe(number, calls)[1:]:
-        log(f"  {line}")
+    first, *lines = describe(number, calls)
+    for line in (f"{name}: {first}", *(f"  {line}" for line in lines)):
+        log(line)
     # When one rank has timed out, those that wait for it get "Connection closed by peer".
     errors = [error for error in gathered(error) if "Timed out" in error]
-    return errors[0] if errors else "no timeout", number, calls
-
-
-# ---- Helpers that are no part of the lesson ----
+    return (errors or ["no timeout"])[0], number, [*map(calls.get, range(dist.get_world_size()))]
 
 
 def gathered(value):
@@ -288,56 +265,10 @@ def gathered(value):
     return values
 
 
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -151,19 +151,22 @@ def run_script(script, arguments, environment, folder, output, before=None, work
 def variant(folder, script, changes):
     """Write ROOT/script to folder with {old text: new text} replaced; return its path.
 
-    Each old text must stand in the script exactly once: else a test would change nothing, or more
-    than it means to.
+    Each old text must stand below the script's docstring exactly once: else a test would change
+    nothing, or more than it means to. (A recipe's docstring has the answer, too.)
     """
     paths = [ROOT / script]
     if script == "template/train.py":  # two files that are copied together
         paths.append(ROOT / "template/survive.py")
-    texts = {folder / path.name: path.read_text() for path in paths}
+    texts = {path: path.read_text() for path in paths}
+    docstrings = {path: re.match(r'(r?""".*?""")?', text, re.DOTALL)[0]
+                  for path, text in texts.items()}
+    texts = {path: text.removeprefix(docstrings[path]) for path, text in texts.items()}
     for old, new in changes.items():
         count = sum(text.count(old) for text in texts.values())
         assert count == 1, f"{count} times in {script}: {old!r}"
         texts = {path: text.replace(old, new) for path, text in texts.items()}
     for path, text in texts.items():
-        path.write_text(text)
+        (folder / path.name).write_text(docstrings[path] + text)
     return folder / paths[0].name
 
 

@@ -93,8 +93,9 @@ FORK = {'mp.get_context("spawn")': 'mp.get_context("fork")'}  # as these process
 @pytest.mark.parametrize("kill", [0, 2])
 def test_whichever_rank_dies_the_others_train_on(tmp_path, kill):
     """As one process does, which the recipe itself checks."""
-    result = fork(variant(tmp_path, SCRIPT, FORK), "--kill", kill, cwd=tmp_path,
-                  before=wait_before_forks)
+    dies = {"KILLED, KILL_STEP = 1": f"KILLED, KILL_STEP = {kill}"}
+    script = variant(tmp_path, SCRIPT, FORK | dies)
+    result = fork(script, cwd=tmp_path, before=wait_before_forks)
     assert result.status == 0, result.output
     assert f"rank {kill} of 3 died in step 5" in result.output
 
@@ -103,7 +104,7 @@ def test_whichever_rank_dies_the_others_train_on(tmp_path, kill):
 def test_a_rank_that_hangs_is_left_out(tmp_path):
     """It ends by itself when it comes back, and the others finish without it."""
     script = variant(tmp_path, SCRIPT, FORK | {
-        "    os.kill(os.getpid(), signal.SIGKILL)\n": "    time.sleep(20)\n",
+        "os.kill(os.getpid(), signal.SIGKILL)\n": "time.sleep(20)\n",
         "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"})
     result = fork(script, cwd=tmp_path, before=wait_before_forks)
     assert result.status == 0, result.output

@@ -1,0 +1,18 @@
+dataset, saved = [*range(200)], []
+def save(step):
+    if rank == 0:
+        time.sleep(1)
+        open("saved by rank 0", "w").close()
+    saved.append(step)
+# PASTE1
+try:
+    for step, batch in enumerate(loader, 1):
+        if step == 30 and rank == last:
+            workers = " ".join(str(worker.pid) for worker in multiprocessing.active_children())
+            os.system(f"kill {os.getpid()} {workers}; sleep 0.5")  # as torchrun does
+        # PASTE2
+        assert step < 40, "not asked to leave"
+except SystemExit as end:
+    assert os.path.exists("saved by rank 0"), "left before rank 0 had saved"
+    # Another thread may take the signal: then the handler runs in the next step.
+    assert saved in ([30], [31]) and end.code == 143, f"saved after {saved}, exit status {end.code}"

@@ -69,8 +69,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-WIDTH, ROWS = 16, 32  # ROWS on each rank: all need the same number, as always with DDP
-SEED, MAX_NORM = 0, 0.01
+WIDTH, ROWS, SEED, MAX_NORM = 16, 32, 0, 0.01  # ROWS on each rank: all need the same number
 
 
 class Exchange(torch.autograd.Function):
@@ -132,6 +131,7 @@ class ExpertParallel(nn.Module):
         receive = arriving.sum(dim=1).tolist()
 
         arrived = Exchange.apply(rows[order // self.top], send, receive, self.group)
+        arrived.requires_grad_(torch.is_grad_enabled())  # with frozen experts, too
         back = Exchange.apply(self.run_experts(arrived, arriving), receive, send, self.group)
         outputs = back[order.argsort()].unflatten(0, chosen.shape) * weights.unsqueeze(2)
         dist.all_reduce(counts, group=self.group)  # the shares of the experts in all ranks' tokens

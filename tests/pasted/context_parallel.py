@@ -19,7 +19,7 @@ ring_attention = of_ranks
 # PASTE3
 check(gradient(model), gradient(plain))
 assert len(positions) == 24 // world_size, f"{len(positions)} tokens on a rank"
-# A group, and bfloat16: only q, k, v and the results are rounded.
+# A group, and bfloat16: the sums over blocks are float32.
 group = dist.new_subgroups_by_enumeration([[0], [*range(1, world_size)]])[0]
 whole = torch.randn(4, 1, 2, 24, 8).bfloat16()
 leaves, own = whole[:3].double().requires_grad_(), own_positions(24, device, group)
@@ -30,4 +30,4 @@ with torch.autocast("cpu", torch.bfloat16):
     found = ring_attention(*parts, group=group)
 found.backward(whole[3][..., own, :])
 for one, other in ((found, expected), (parts.grad, leaves.grad)):
-    check(one, other[..., own, :], 3e-3)
+    check(one, other[..., own, :], 1e-2)

@@ -34,16 +34,13 @@ have activations in memory at the same time. "Off by" is the gradient's distance
 checkpoints. "Computed" are the operations in matrix products, in forward and backward. The first
 layer is frozen, as in fine-tuning.
 
-keep_products() is a policy for selective checkpoints: torch keeps what its operations return.
-
 The wrong ways: compile() of a checkpoint around a sharded block compiles nothing, without an error.
 (If you do not compile, fully_shard may come first.) A checkpoint around each single operation
-(nn.Linear, ...) keeps as much as none, since the input of one is the result of another. A
-checkpoint around the whole model computes all activations at once, a bit later. With
-preserve_rng_state=False, dropout draws other masks the second time. With use_reentrant=True, a
-block trains nothing if its input needs no gradient. With DDP, it can also give a layer a wrong
-gradient: pitfalls/reentrant_checkpoint.py. And what the forward pass counts, a checkpoint counts
-twice: leave BatchNorm outside.
+keeps as much as none: the input of one is the result of another. One around the whole model
+computes all activations at once, a bit later. With preserve_rng_state=False, dropout draws other
+masks the second time. With use_reentrant=True, a block trains nothing if its input needs no
+gradient; see pitfalls/reentrant_checkpoint.py, too. What the forward pass counts, a checkpoint
+counts twice: leave BatchNorm outside.
 
 The path of checkpoint_wrapper() is private. The public way is to call checkpoint(block, x,
 use_reentrant=False), from torch.utils.checkpoint, in your model's forward(). The wrapper leaves the
@@ -94,10 +91,9 @@ def wrap(model, mesh, compiler=None, **options):
 
 
 def keep_products():
-    """Right, too: keep the results of matrix products, which are slow, and compute the rest again.
+    """Right, too: keep the results of matrix products, and compute the rest again.
 
-    Other kinds of layers have other operations: attention, say, is in
-    torch.ops.aten._scaled_dot_product_flash_attention.default.
+    Attention has an operation of its own, _scaled_dot_product_flash_attention, say.
     """
     return create_selective_checkpoint_contexts(
         [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])

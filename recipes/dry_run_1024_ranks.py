@@ -81,10 +81,7 @@ SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts the collectives inside a "with": .calls and .bytes, each by kind.
-
-    The public torch.distributed.tensor.debug.CommDebugMode counts calls, but no bytes.
-    """
+    """Counts .calls and .bytes by kind. (torch's public CommDebugMode counts calls alone.)"""
 
     def __init__(self):
         super().__init__()

@@ -198,14 +198,19 @@ check(gradient(model), gradient(plain))
 # dry_run_1024_ranks
 def YourModel():
     return Model(width=1024)
-def train_one_step(model):
-    model(torch.randn(16, 1024)).square().mean().backward()
+def train_one_step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(4096, 1024)).square().mean().backward()
+    optimizer.step()
 PASTE
 with torch.device("meta"):
     whole, block = (4 * weights(net).numel() for net in (YourModel(), Block(1024)))
-kept, sent = sum(p.to_local().nbytes for p in model.parameters()), step.bytes["reduce-scatter"]
-assert kept == whole / 1024 and sent == whole, f"{kept} and {sent} of {whole}"
-assert step.largest["all-gather"] == block, step.largest
+kept = sum(p.to_local().nbytes for p in model.parameters())
+assert kept == whole / 1024 and sent.bytes["reduce-scatter"] == whole, f"{kept} of {whole}: {sent}"
+assert sent.calls == {"all-gather": 2 * 2 + 1, "reduce-scatter": 3}, sent.calls
+row = 4096 * 1024 * 4  # bytes; a block keeps its input, and the results of up and of tanh()
+[peak] = memory.get_tracker_snapshot("peak").values()
+assert 2 * (1 + 2) * row + 2 * block < sum(peak.values()) / 2 < 12 * row + 3 * block, peak
 
 # evaluate_with_shards
 def loss_of_each_row(net, rows):
@@ -223,6 +228,12 @@ PASTE1
 whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
 assert model.training and not whole, f"still whole: {whole}"
 PASTE2
+only_blocks = Model()
+for block in only_blocks.blocks:
+    fully_shard(block, mesh=init_device_mesh("cpu", (world_size,)))
+only_blocks(batches[0])
+reshard(only_blocks)
+assert all(hasattr(p, "full_tensor") for p in only_blocks.blocks.parameters()), "whole blocks"
 plain.eval()
 with torch.no_grad():
     check(mean, torch.cat([loss_of_each_row(plain, b) for b in all_batches]).double().mean())
@@ -314,6 +325,7 @@ assert value == auc(all_scores, all_labels), f"{value} for {auc(all_scores, all_
 
 # pretrained_to_shards
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+Pretrained = YourModel
 def YourModel():
     model, mask = Pretrained(), torch.arange(WIDTH) % 2 + 1
     model.twin = nn.Linear(WIDTH, CLASSES, bias=False)
@@ -325,10 +337,15 @@ def YourModel():
         if mask.is_meta:  # as in checkpoint_activations
             model.blocks[i] = checkpoint_wrapper(block)
     return model
-plain, images, path = YourModel(), torch.randn(2, 3, 32, 32), f"pretrained {world_size}.pt"
+plain, images, new_head = YourModel(), torch.randn(2, 3, 32, 32), nn.Linear(WIDTH, CLASSES)
+paths = [f"pretrained {world_size}, {part}.pt" for part in (1, 2)]
 plain.blocks[0].up.weight.data = plain.blocks[0].up.weight.data.t().contiguous().t()
+plain.twin.weight = plain.head.weight = new_head.weight  # another head than that of the files
+plain.head.bias = new_head.bias
 if rank == 0:
-    torch.save(plain.state_dict(), path)
+    state = list(plain.state_dict().items())
+    for part, path in enumerate(paths):
+        torch.save({name: t for name, t in state[part::2] if "head" not in name}, path)
 mesh = init_device_mesh("cpu", (world_size,))
 torch.manual_seed(5)
 PASTE
@@ -392,13 +409,16 @@ assert sum(sent) == 4 * 2 * 4 * 64, f"{sum(sent)} bytes"
 
 # shard_inside_machines
 os.environ["LOCAL_WORLD_SIZE"] = str(2 if world_size == 4 else world_size)  # two machines, or one
-model = Model()
-PASTE
-mse_loss(model(inputs), targets).backward()
+model, loss_fn = Model(), mse_loss
+micro_batches = list(zip(inputs.chunk(2), targets.chunk(2)))
+PASTE1
+dist.all_reduce = counted
+PASTE2
 check(gradient(model), gradient(plain))
 kept = sum(p.to_local().numel() for p in model.parameters())
 whole = sum(p.numel() for p in plain.parameters())
 assert kept == whole // 2 or world_size == 3, f"{kept} of {whole} weights on a rank"
+assert world_size == 3 or sum(sent) == 4 * kept, f"{sum(sent)} bytes across machines"
 
 # shard_with_fsdp2
 model, expected = Model(), torch.optim.AdamW(plain.parameters())

@@ -32,15 +32,14 @@ generate as in until_all_are_done() below; with Hugging Face's generate(), pass 
     [rank 0/2] evaluation, each rank on its own:   ranks [0] wait in vain
     [rank 0/2] evaluation, as many on all ranks:   loss 3.5339; of one process 3.5339
     [rank 0/2] weights that it leaves whole:       0 of 19; without reshard() 3 of 19
-    [rank 0/2] generation, each rank on its own:   ranks [0] wait in vain
     [rank 0/2] generation, until all are done:     81 gathers; right tokens on 2 of 2 ranks
     [rank 0/2] generation, gathered_once():         5 gathers; right tokens on 2 of 2 ranks
     [rank 0/2] generation, and torch.compile:       5 gathers; right tokens on 2 of 2 ranks
     [rank 0/2] generation, and only blocks:         4 gathers; right tokens on 2 of 2 ranks
     [rank 0/2] in shards: the loss of one process, and the tokens of the plain model, on every rank
 
-The waiting is cut short by a timeout of 2 s here. If you set none, it is 30 minutes with Gloo. With
-NCCL it is 10, and you get no exception: its watchdog ends the process.
+The waiting ends after 2 s here. By default, it is 30 minutes with Gloo. With NCCL it is 10, and you
+get no exception: its watchdog ends the process.
 
 By default, what belongs to no block stays whole after a forward pass, until backward(). ("Only
 blocks" has no fully_shard(model): then the blocks stay whole.) Until then, model.parameters() has
@@ -58,6 +57,7 @@ training step can fail.
 import gc
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, gelu
 
-# Older versions of torch have another name for this operation.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+# What fully_shard() calls to gather. Older versions of torch have another name for it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 BLOCKS, WIDTH, VOCABULARY, WINDOW = 4, 32, 29, 24  # WINDOW: the length at which a text ends
 
 
@@ -194,30 +193,29 @@ def check_generation(mesh):
     prompt = torch.randint(VOCABULARY, (2, 4 + 3 * (rank % 4)))
     expected = generate_alone(new_model(), prompt)
     most = max(gathered(WINDOW - prompt.shape[1]))
-    failed = ranks_that_fail(generate_alone, prompt)
-    log(f"generation, each rank on its own:   ranks {failed} wait in vain")
     for name, way, build, right in [
             ("until all are done:", until_all_are_done, new_shards, BLOCKS * most + 1),
             ("gathered_once():", generate_gathered_once, new_shards, BLOCKS + 1),
             ("and torch.compile:", generate_gathered_once, compiled_shards, BLOCKS + 1),
             ("and only blocks:", generate_gathered_once, shards_of_blocks, BLOCKS)]:
-        model, untouched = build(mesh), build(mesh)
-        gathers, usual = count_gathers(model), count_gathers(untouched)
+        model, untouched, later = build(mesh), build(mesh), []
         before = whole_weights(model)
-        same = gathered(torch.equal(way(model, prompt, flags), expected))
-        log(f"generation, {name:<22} {len(gathers):>3} gathers; right tokens on {sum(same)} of"
+        with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
+            text = way(model, prompt, flags)
+        same = gathered(torch.equal(text, expected))
+        log(f"generation, {name:<22} {gather.call_count:>3} gathers; right tokens on {sum(same)} of"
             f" {len(same)} ranks")
-        if not all(same) or len(gathers) != right:
-            raise RuntimeError(f"{name} {len(gathers)} gathers; the plain model's tokens: {same}")
-        if way is until_all_are_done:
-            reshard(model)
-        left = whole_weights(model) - before
-        gathers.clear()
+        if not all(same) or gather.call_count != right:
+            raise RuntimeError(f"{name} {gather.call_count} gathers; right: {same}")
+        left = whole_weights(model) - before if way is generate_gathered_once else 0
+        reshard(model)
         for net in (model, untouched):
-            generate_alone(net, expected[:, :-2])
-        if left or len(gathers) != len(usual):
-            raise RuntimeError(f"after {name} {left} are whole; then {len(gathers)} gathers, not"
-                               f" {len(usual)}")
+            with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
+                generate_alone(net, expected[:, :-2])
+            later.append(gather.call_count)
+        if left or later[0] != later[1]:
+            raise RuntimeError(f"after {name} {left} are whole; then {later[0]} gathers, not"
+                               f" {later[1]}")
 
 
 def ranks_that_fail(way, data):
@@ -235,24 +233,6 @@ def ranks_that_fail(way, data):
 
 def whole_weights(model):
     return sum(not isinstance(weight, DTensor) for weight in model.parameters())
-
-
-def count_gathers(model):
-    """Return a list to which each gather of this model adds its bytes."""
-    found = []
-
-    class Gather:  # what fully_shard() calls to gather
-        def allocate(self, size, *, dtype, device):
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(self, output_tensor, input_tensor, group, async_op=False):
-            found.append(output_tensor.nbytes)
-            return all_gather_single(output_tensor, input_tensor, group, async_op)
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(Gather())
-    return found
 
 
 def is_going(text):

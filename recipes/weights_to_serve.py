@@ -7,6 +7,7 @@
         update_average(averaged, model.module)  # on every rank: update_parameters(), see below
     if rank == 0:
         torch.save(averaged.module.state_dict(), path)  # without averaging: model.module
+    dist.barrier()  # nobody leaves, or loads the file, before it is written
 
 Those of the plain model, without its wrappers. DistributedDataParallel (DDP), torch.compile and
 AveragedModel each put a prefix in front of all names. AveragedModel keeps an average over the last
@@ -92,11 +93,11 @@ def share_buffers(*modules):
             dist.broadcast(buffer, src=0)
 
 
-def save_plain(averaged, path):
+def save_plain(averaged, path, rank):
     """The right way: .module is the plain model. For the latest weights: model.module (of DDP)."""
-    # One rank saves: all would write the same weights.
-    if dist.get_rank() == 0:
+    if rank == 0:
         torch.save(averaged.module.state_dict(), path)
+    dist.barrier()
 
 
 def save_with_wrapper(model, path):
@@ -160,7 +161,7 @@ def train_and_serve(folder):
                 "AveragedModel(model.module)": averaged, "averaged.module": averaged.module})
 
     right, wrong = os.path.join(folder, "right.pt"), os.path.join(folder, "wrong.pt")
-    save_plain(averaged, right)
+    save_plain(averaged, right, dist.get_rank())
     save_with_wrapper(model, wrong)
     if dist.get_rank() == 0:
         load_and_compare(right, wrong, averaged.module, model.module)

@@ -211,6 +211,7 @@ assert sent.calls == {"all-gather": 2 * 2 + 1, "reduce-scatter": 3}, sent.calls
 row = 4096 * 1024 * 4  # bytes; a block keeps its input, and the results of up and of tanh()
 [peak] = memory.get_tracker_snapshot("peak").values()
 assert 2 * (1 + 2) * row + 2 * block < sum(peak.values()) / 2 < 12 * row + 3 * block, peak
+assert sum(n for kind, n in peak.items() if "OPT" in str(kind)) > 2 * kept, f"no averages: {peak}"
 
 # evaluate_with_shards
 def loss_of_each_row(net, rows):

@@ -255,9 +255,9 @@ def gathered(value):
 
 
 def log(message):
-    """Print a line with the rank in front: rank 0 speaks for all."""
+    """Print a line with the rank in front. Rank 0 speaks for all."""
     if dist.get_rank() == 0:
-        print(f"[rank 0/{dist.get_world_size()}] {message}\n", end="", flush=True)
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -234,8 +234,9 @@ BROKEN = [
     ("send_fewer_bytes", "the bytes are not as few",
      "(None, default_hooks.bf16_compress_hook)\n", "(None, default_hooks.allreduce_hook)\n"),
     ("shard_inside_machines", "not so: .*only rows by machine give another gradient",
-     "        fully_shard(block, mesh=mesh, **options)\n    fully",
-     "        fully_shard(block, mesh=mesh, **options)\n    mesh = mesh['shard']\n    fully"),
+     "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)",
+     ("    mesh = mesh['shard']\n"
+      "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)")),
     ("shard_inside_machines", "not so: dealt out in turns, more cross",
      "other % machines", "other // per_machine"),
     ("shard_inside_machines", "not so: in bfloat16, the formula holds",

@@ -11,45 +11,44 @@ Activations are the results that the forward pass keeps for backward(). They gro
 fully_shard (FSDP2) spreads weights, gradients and optimizer state over the ranks (processes), but
 each rank keeps all activations of its own rows. With activation checkpointing, a block keeps only
 its input. backward() computes the block's forward pass once more, and frees the results before the
-next block. That takes time, but no more gathers of weights.
+next block: a third more to compute, and no more gathers of weights. To compute less again and keep
+more, pass checkpoint_wrapper(block, context_fn=keep_products), below.
 
     torchrun --standalone --nproc-per-node=2 recipes/checkpoint_activations.py
 
-    [rank 0/2]                                kept  at once   off by
-    [rank 0/2] no checkpoint               8126464   6 of 6  0.0e+00
-    [rank 0/2] checkpoint, shard           1048576   1 of 6  0.0e+00
-    [rank 0/2] checkpoint, DDP             1048576   1 of 6  0.0e+00
-    [rank 0/2] each single operation       8126464   6 of 6  0.0e+00
-    [rank 0/2] the whole model              262144   6 of 6  0.0e+00
-    [rank 0/2] preserve_rng_state=False    1048576   1 of 6  2.8e-02
-    [rank 0/2] use_reentrant=True           262144   0 of 6  5.3e-01
+    [rank 0/2]                                kept  at once   off by  computed
+    [rank 0/2] no checkpoint               8126464   6 of 6  0.0e+00      100%
+    [rank 0/2] checkpoint, shard           1048576   1 of 6  0.0e+00      133%
+    [rank 0/2] checkpoint, DDP             1048576   1 of 6  0.0e+00      133%
+    [rank 0/2] keep_products               4980736   6 of 6  0.0e+00      100%
+    [rank 0/2] each single operation       8126464   6 of 6  0.0e+00      100%
+    [rank 0/2] the whole model              262144   6 of 6  0.0e+00      134%
+    [rank 0/2] preserve_rng_state=False    1048576   1 of 6  2.8e-02      133%
+    [rank 0/2] use_reentrant=True           262144   0 of 6  5.3e-01       35%
     [rank 0/2] checkpoint, compile, shard  1048576        -  0.0e+00  graphs compiled: 2
     [rank 0/2] shard, checkpoint, compile  1048576        -  0.0e+00  graphs compiled: 0
     [rank 0/2] checkpoint, compile, shard: 13% of the activations, and the same gradient
 
 "Kept" are the bytes of activations between forward and backward. "At once" says how many blocks
 have activations in memory at the same time. "Off by" is the gradient's distance from that without
-checkpoints. The first layer is frozen, as in fine-tuning.
+checkpoints. "Computed" are the operations in matrix products, in forward and backward. The first
+layer is frozen, as in fine-tuning.
 
 The wrong ways: compile() of a checkpoint around a sharded block compiles nothing, without an error.
 (If you do not compile, fully_shard may come first.) A checkpoint around each single operation
-(nn.Linear, ...) keeps as much as none, since the input of one is the result of another. A
-checkpoint around the whole model computes all activations at once, a bit later. With
-preserve_rng_state=False, dropout draws other masks the second time. With use_reentrant=True, a
-block trains nothing if its input needs no gradient. With DDP, it can also give a layer a wrong
-gradient: pitfalls/reentrant_checkpoint.py. And what the forward pass counts, a checkpoint counts
-twice: leave BatchNorm outside.
+keeps as much as none: the input of one is the result of another. One around the whole model
+computes all activations at once, a bit later. With preserve_rng_state=False, dropout draws other
+masks the second time. With use_reentrant=True, a block trains nothing if its input needs no
+gradient; see pitfalls/reentrant_checkpoint.py, too. What the forward pass counts, a checkpoint
+counts twice: leave BatchNorm outside.
 
 The path of checkpoint_wrapper() is private. The public way is to call checkpoint(block, x,
 use_reentrant=False), from torch.utils.checkpoint, in your model's forward(). The wrapper leaves the
 names in state_dict() as they were, and not those in named_parameters().
 """
 
-import argparse
 import gc
-import os
-import sys
-import time
+import inspect
 import warnings
 import weakref
 from datetime import timedelta
@@ -69,6 +68,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 BLOCKS, WIDTH, ROWS = 6, 64, 512  # ROWS on each rank
 
@@ -87,6 +88,15 @@ def wrap(model, mesh, compiler=None, **options):
         if mesh:
             fully_shard(model.blocks[i], mesh=mesh)
     return fully_shard(model, mesh=mesh) if mesh else DDP(model, gradient_as_bucket_view=True)
+
+
+def keep_products():
+    """Right, too: keep the results of matrix products, and compute the rest again.
+
+    Attention has an operation of its own, _scaled_dot_product_flash_attention, say.
+    """
+    return create_selective_checkpoint_contexts(
+        [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
 
 
 def shard(model, mesh):
@@ -114,56 +124,66 @@ def wrap_operations(model, mesh):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    compare()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def compare(device):
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def compare():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(1 + dist.get_rank())  # rows of its own for each rank
-    inputs = torch.randn(ROWS, WIDTH).to(device)
+    inputs = torch.randn(ROWS, WIDTH)
     # It stands for "inductor", which takes long: the same, up to the code for the device.
     counter = CompileCounterWithBackend("aot_eager")
+    none, operations, whole = "no checkpoint", "each single operation", "the whole model"
+    option = "respect_saved_tensors_hooks"  # from torch 2.14 on: the hooks below see all
+    counted = {option: True} if option in inspect.signature(checkpoint).parameters else {}
     ways = {
-        "no checkpoint": shard,
+        none: shard,
         "checkpoint, shard": wrap,
         "checkpoint, DDP": lambda model, mesh: wrap(model, None),
-        "each single operation": wrap_operations,
-        "the whole model": lambda model, mesh: checkpoint_wrapper(shard(model, mesh)),
+        "keep_products": partial(wrap, context_fn=keep_products, **counted),
+        operations: wrap_operations,
+        whole: lambda model, mesh: checkpoint_wrapper(shard(model, mesh)),
         "preserve_rng_state=False": partial(wrap, preserve_rng_state=False),
         "use_reentrant=True": partial(wrap, checkpoint_impl=CheckpointImpl.REENTRANT),
         "checkpoint, compile, shard": partial(wrap, compiler=counter),
         "shard, checkpoint, compile": partial(shard_first, compiler=counter),
     }
-    log("                               kept  at once   off by")
-    kept, blocks, off, graphs = {}, {}, {}, {}
+    log("                               kept  at once   off by  computed")
+    kept, blocks, off, flops, graphs = {}, {}, {}, {}, {}
     for name, way in ways.items():
         compiled = "compile" in name
         dropout = 0 if compiled else 0.1  # for dropout, compiled blocks keep random states, too
-        expected = step(shard(new_model(device, dropout), mesh), inputs)[2]
+        *_, expected = step(shard(new_model(dropout), mesh), inputs)
         torch.compiler.reset()  # forget the graphs of the way before
         counter.clear()
-        model = way(new_model(device, dropout), mesh)
+        model = way(new_model(dropout), mesh)
         kept[name], blocks[name], gradient = step(model, inputs, watch_blocks=not compiled)
         off[name] = (gradient - expected).norm() / expected.norm()
         graphs[name] = counter.frame_count
-        at_once = "     -" if compiled else f"{blocks[name]} of {BLOCKS}"
-        note = f"  graphs compiled: {graphs[name]}" if compiled else ""
-        log(f"{name:<26} {kept[name]:>8}   {at_once}  {off[name]:.1e}{note}")
+        if compiled:
+            note = f"     -  {off[name]:.1e}  graphs compiled: {graphs[name]}"
+        else:
+            with FlopCounterMode(display=False) as flop_counter:
+                step(model, inputs)
+            flops[name] = flop_counter.get_total_flops()
+            note = (f"{blocks[name]} of {BLOCKS}  {off[name]:.1e}"
+                    f"      {flops[name] / flops[none]:4.0%}")
+        log(f"{name:<26} {kept[name]:>8}   {note}")
     # What the blocks and the head take in, and what the head gives back.
     inputs_only = (BLOCKS + 2) * inputs.nbytes
     right = "checkpoint, shard", "checkpoint, DDP", "checkpoint, compile, shard"
-    none, operations, whole = "no checkpoint", "each single operation", "the whole model"
     claims = {
         "the right ways keep a block's input": {kept[way] for way in right} == {inputs_only},
+        "keep_products() computes none again, and keeps less than all": (
+            flops["keep_products"] == flops[none] and kept["keep_products"] < kept[none]),
         "they have one block's activations at once": blocks[right[0]] == blocks[right[1]] == 1,
         "around operations, they keep as much as none": kept[operations] >= kept[none],
         "around the model, all at once": blocks[whole] == blocks[none] == BLOCKS,
+        "they compute a third again": (
+            1 < flops[right[0]] / flops[none] < 1.34),
         "two ways have another gradient": [way for way in ways if off[way] > 1e-6] == [
             "preserve_rng_state=False", "use_reentrant=True"],
         "only the right order compiles": [way for way in ways if graphs[way]] == [right[2]],
@@ -191,7 +211,8 @@ def step(model, inputs, watch_blocks=False):
         nonlocal most
         if output.requires_grad:
             results.append(weakref.ref(output.untyped_storage()))
-            most = max(most, sum(result() is not None for result in results))
+            alive = {result().data_ptr() for result in results if result() is not None}
+            most = max(most, len(alive))
 
     for layer in model.modules():
         if watch_blocks and isinstance(layer, nn.Linear) and layer.out_features > WIDTH:
@@ -200,11 +221,12 @@ def step(model, inputs, watch_blocks=False):
     with saved_tensors_hooks(keep, lambda tensor: tensor), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         loss = model(inputs).square().mean()
+    bytes_kept = sum(kept.values())
     loss.backward()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad
                  for p in model.parameters() if p.requires_grad]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-    return sum(kept.values()), most, torch.cat([g.flatten() for g in whole])
+    return bytes_kept, most, torch.cat([g.flatten() for g in whole])
 
 
 class Model(nn.Module):
@@ -225,64 +247,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def new_model(device, dropout):
+def new_model(dropout):
     torch.manual_seed(0)
-    return Model(dropout).to(device)
+    return Model(dropout)
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,31 +18,28 @@ stand below. All ranks need the folder: on several machines, a shared disk.
     [rank 0/2] in one file, by torch.load(): weights differ by 0.0e+00
     [rank 0/2] step 10, loaded by 1 rank:  sha256 d73c581c4cd2
     [rank 0/2] after 10 more, from a run never stopped: 5.3e-06 on 1 rank, 5.3e-06 on 2 ranks
-    [rank 0/2] save():       training waits 0.048 s (median of 3, as below)
-    [rank 0/2] async_save(): training waits 0.008 s, and the save is done after 0.064 s
-    [rank 0/2] save of step 24 cut off, new folders: 0 of 1024 loaded rows are new
-    [rank 0/2] save of step 24 cut off, same folder: 512 of 1024 loaded rows are new
+    [rank 0/2] step 20, saved by a thread while training went on: the weights of step 20
+    [rank 0/2] save of step 22 cut off, new folders: 0 of 1024 loaded rows are new
+    [rank 0/2] save of step 22 cut off, same folder: 512 of 1024 loaded rows are new
     [rank 0/2] saved on 2 ranks, loaded on 1: the same; a save cut off is never loaded
 
-The sha256 is that of weights and optimizer. With --folder, a run goes on where the last one ended.
+The sha256 is that of weights and optimizer. With a folder, a run goes on where the last one ended.
 Save with 2 ranks and load with 3: both print the same sha256 for step 10.
 
-    torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py --folder saves
-    torchrun --standalone --nproc-per-node=3 recipes/checkpoint_any_world_size.py --folder saves
+    torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py saves
+    torchrun --standalone --nproc-per-node=3 recipes/checkpoint_any_world_size.py saves
 
 A save that is killed has not written all shards. If you always save into the same folder, the old
 ones are still in their place, and the mix loads without an error: some rows of the first weight are
 new, and some are old. torch.save(model.state_dict()) on rank 0 saves its own shards only.
 """
 
-import argparse
 import gc
 import hashlib
 import os
 import shutil
 import sys
 import tempfile
-import time
 import warnings
 from datetime import timedelta
 from unittest import mock
@@ -62,9 +59,8 @@ ROWS, STEPS = 24, 10  # rows of a step over all ranks; steps before the save, an
 def save_shards(model, optimizer, step, root, **others):
     """The right way: save into a folder that is new, and move the pointer last.
 
-    root: a folder that all ranks see, on all machines. One job at a time saves in it, and removes
-    older folders of saves from it. If a rank fails, CheckpointException is raised on all. It is a
-    BaseException: "except Exception" does not catch it. others: see state_of().
+    root: a folder that all ranks see, on all machines. One job at a time saves in it. If a rank
+    fails, CheckpointException is raised on all: "except Exception" does not catch it.
     """
     folder = new_folder(root, step)
     dcp.save(state_of(model, optimizer, step, **others), checkpoint_id=folder)
@@ -176,26 +172,23 @@ def save_in_place(model, optimizer, step, folder):
 
 
 def main():
-    args = parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)  # all ranks use the folder of rank 0
-        show_all(device, args.folder or os.path.join(shared[0], "saves"), shared[0])
+        show_all(sys.argv[1] if sys.argv[1:] else os.path.join(shared[0], "saves"), shared[0])
         dist.barrier()  # before rank 0 removes it
     gc.collect()  # otherwise what is left of the model can abort the process at its exit
     dist.destroy_process_group()
 
 
-def show_all(device, root, scratch):
+def show_all(root, scratch):
     """root: where this job loads and saves. scratch: a folder for all that is only shown."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, optimizer = new_sharded(device)
+    model, optimizer = new_sharded()
     folder = newest(root)
     start = load_folder(model, optimizer, folder) if folder else 0
-    if start:
+    if folder:
         log(f"step {start}, loaded by {world_size} ranks: sha256 {checksum(model, optimizer)}")
     step = start + STEPS
     train(model, optimizer, start, step, rank, world_size)
@@ -204,7 +197,7 @@ def show_all(device, root, scratch):
     show_one_file(model, newest(root), os.path.join(scratch, "one_file.pt"))
     show_one_rank(model, optimizer, step, newest(root))
     show_async(model, optimizer, step + STEPS, scratch)
-    show_cut_off(model, optimizer, step + STEPS + 3, scratch)
+    show_cut_off(model, optimizer, step + STEPS + 1, scratch)
 
 
 def show_one_file(model, folder, path):
@@ -212,9 +205,9 @@ def show_one_file(model, folder, path):
     expected = flat_weights(model)  # on every rank: each one sends its shards to the others
     if dist.get_rank() == 0:
         dcp_to_torch_save(folder, path)  # asks no other rank: any process can do it, at any time
-        single, _ = new_model("cpu")
+        single, _ = new_model()
         single.load_state_dict(torch.load(path)["model"])
-        off = (flat_weights(single) - expected.cpu()).abs().max().item()
+        off = (flat_weights(single) - expected).abs().max().item()
         log(f"in one file, by torch.load(): weights differ by {off:.1e}")
         if off > 0:
             raise RuntimeError("the one file does not hold the weights")
@@ -222,9 +215,9 @@ def show_one_file(model, folder, path):
 
 def show_one_rank(model, optimizer, step, folder):
     """Load the folder on each rank alone. Then train on: all ranks together, and each alone."""
-    rank, world_size, device = dist.get_rank(), dist.get_world_size(), model[0].weight.device
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     alone, _ = dist.new_subgroups(group_size=1)  # for each rank, a group of which it is all
-    single, its_optimizer = new_model(device)
+    single, its_optimizer = new_model()
     loaded = load_folder(single, its_optimizer, folder, alone)
     digest = checksum(single, its_optimizer)
     log(f"step {loaded}, loaded by 1 rank:  sha256 {digest}")
@@ -234,7 +227,7 @@ def show_one_rank(model, optimizer, step, folder):
     before = flat_weights(model)
     train(single, its_optimizer, step, step + STEPS)
     train(model, optimizer, step, step + STEPS, rank, world_size)
-    never_stopped, other_optimizer = new_model(device)  # in one process, and never loaded
+    never_stopped, other_optimizer = new_model()  # in one process, and never loaded
     train(never_stopped, other_optimizer, 0, step + STEPS)
     expected = flat_weights(never_stopped)
     off = [((flat_weights(trained) - expected).norm() / (expected - before).norm()).item()
@@ -245,26 +238,17 @@ def show_one_rank(model, optimizer, step, folder):
         raise RuntimeError("training goes on in another way than in a process that never stopped")
 
 
-def show_async(model, optimizer, first, root):
-    """Log for how long training stands still; check that it may go on while a thread saves."""
-    group, seconds = dist.new_group(backend="gloo"), []
-    for step in range(first, first + 3):
-        digest, start = checksum(model, optimizer), time.perf_counter()
-        save_shards(model, optimizer, step, os.path.join(root, "not_async"))
-        saved = time.perf_counter()
-        finish = save_shards_async(model, optimizer, step, root, group)
-        copied = time.perf_counter()
-        train(model, optimizer, step, step + 1, dist.get_rank(), dist.get_world_size())
-        finish()
-        seconds.append([saved - start, copied - saved, time.perf_counter() - saved])
-    medians = torch.tensor(seconds).median(dim=0).values.tolist()
-    log(f"save():       training waits {medians[0]:.3f} s (median of 3, as below)")
-    log(f"async_save(): training waits {medians[1]:.3f} s, and the save is done after"
-        f" {medians[2]:.3f} s")
-    loaded, its_optimizer = new_sharded(model[0].weight.device)
+def show_async(model, optimizer, step, root):
+    """Train on while a thread saves: it must save what it was called with."""
+    digest = checksum(model, optimizer)
+    finish = save_shards_async(model, optimizer, step, root, dist.new_group(backend="gloo"))
+    train(model, optimizer, step, step + 1, dist.get_rank(), dist.get_world_size())
+    finish()
+    loaded, its_optimizer = new_sharded()
     load_folder(loaded, its_optimizer, newest(root))
     if checksum(loaded, its_optimizer) != digest:
         raise RuntimeError("async_save() did not save the weights that it was called with")
+    log(f"step {step}, saved by a thread while training went on: the weights of step {step}")
 
 
 def show_cut_off(model, optimizer, step, root):
@@ -276,9 +260,9 @@ def show_cut_off(model, optimizer, step, root):
     cut_off(save_shards, model, optimizer, later, root)
     cut_off(save_in_place, model, optimizer, later, same)
     for name, folder in (("new folders", newest(root)), ("same folder", same)):
-        loaded, its_optimizer = new_sharded(model[0].weight.device)
+        loaded, its_optimizer = new_sharded()
         load_folder(loaded, its_optimizer, folder)
-        new = first_weight(loaded) == first_weight(model)
+        new = whole_state(loaded)[0]["0.weight"] == whole_state(model)[0]["0.weight"]
         rows[name] = new.all(dim=1).sum().item()
         log(f"save of step {later} cut off, {name}: {rows[name]} of {len(new)} loaded rows are new")
     if rows["new folders"] > 0:
@@ -290,11 +274,7 @@ def show_cut_off(model, optimizer, step, root):
 
 
 def cut_off(way, *args):
-    """Save as in a job that is killed when all ranks but rank 1 have written.
-
-    Rank 1 raises an error in place of its writing: a real kill would end this run. The files are
-    the same.
-    """
+    """Save as in a job that is killed when all ranks but rank 1 have written: an error there."""
     write_data = dcp.FileSystemWriter.write_data
 
     def write_or_fail(self, *args):
@@ -314,7 +294,7 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
     """Take the steps first + 1 to last. The rows of a step depend on its number only."""
     for step in range(first + 1, last + 1):
         torch.manual_seed(step)
-        inputs, targets = torch.randn(2, ROWS, 256).to(model[0].weight.device)[:, rank::world_size]
+        inputs, targets = torch.randn(2, ROWS, 256)[:, rank::world_size]
         optimizer.zero_grad()
         # fully_shard() averages gradients over the ranks. With each rank's sum times world_size /
         # ROWS, that is the mean over all rows, also if some ranks have one row more than others.
@@ -323,22 +303,18 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
         optimizer.step()
 
 
-def new_sharded(device):
+def new_sharded():
     """The model cut into shards, one of each weight for each rank; and an optimizer for them."""
-    model, _ = new_model(device)
+    model, _ = new_model()
     # One block, as this model is small; shard_with_fsdp2.py shards block by block.
-    fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def new_model(device):
+def new_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def first_weight(model):
-    return whole_state(model)[0]["0.weight"]
 
 
 def flat_weights(model):
@@ -351,7 +327,7 @@ def checksum(model, optimizer):
     digest = hashlib.sha256()
     for name in sorted(weights):
         for tensor in (weights[name], *dict(sorted(state["state"][name].items())).values()):
-            digest.update(tensor.cpu().numpy().tobytes())
+            digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()[:12]
 
 
@@ -360,61 +336,10 @@ def whole_state(model, optimizers=()):
     return get_state_dict(model, optimizers, options=StateDictOptions(full_state_dict=True))
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Return the arguments; stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.add_argument("--folder", help="load from it, and save in it; a temporary one by default")
-    args = parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
-    return args
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
                 total[0] += losses.double().sum()  # bfloat16 would round a sum of 713 to 712
                 total[1] += losses.numel()
     model.train()
-    model.reshard()  # otherwise a part of the weights stays whole: see below
+    reshard(model)  # below; otherwise a part of the weights stays whole
     dist.all_reduce(total)
     mean = total[0] / total[1]
 
@@ -32,35 +32,32 @@ generate as in until_all_are_done() below; with Hugging Face's generate(), pass 
     [rank 0/2] evaluation, each rank on its own:   ranks [0] wait in vain
     [rank 0/2] evaluation, as many on all ranks:   loss 3.5339; of one process 3.5339
     [rank 0/2] weights that it leaves whole:       0 of 19; without reshard() 3 of 19
-    [rank 0/2] generation, each rank on its own:   ranks [0] wait in vain
     [rank 0/2] generation, until all are done:     81 gathers; right tokens on 2 of 2 ranks
     [rank 0/2] generation, gathered_once():         5 gathers; right tokens on 2 of 2 ranks
-    [rank 0/2] training after no_grad():           works; after inference_mode(): RuntimeError
+    [rank 0/2] generation, and torch.compile:       5 gathers; right tokens on 2 of 2 ranks
+    [rank 0/2] generation, and only blocks:         4 gathers; right tokens on 2 of 2 ranks
     [rank 0/2] in shards: the loss of one process, and the tokens of the plain model, on every rank
 
-The waiting is cut short by a timeout of 2 s, on the CPU. If you set none, it is 30 minutes with
-Gloo. With NCCL it is 10, and you get no exception: its watchdog ends the process.
+The waiting ends after 2 s here. By default, it is 30 minutes with Gloo. With NCCL it is 10, and you
+get no exception: its watchdog ends the process.
 
-By default, what belongs to no block stays whole after a forward pass, until backward(). Until then,
-model.parameters() has these weights whole: an optimizer that you make now never trains them. Nor
-does the model see a change of their shards, such as an average that you put there. So call
-model.reshard(). gathered_once() frees all at its end. If you have set reshard_after_forward
-yourself, set it again after it.
+By default, what belongs to no block stays whole after a forward pass, until backward(). ("Only
+blocks" has no fully_shard(model): then the blocks stay whole.) Until then, model.parameters() has
+these weights whole: an optimizer that you make now never trains them. Nor does the model see a
+change of their shards, such as an average that you put there. So call reshard(model).
+gathered_once() frees all at its end. If you have set reshard_after_forward yourself, set it again.
 
 loss_of_each_row() returns only losses that count, say losses[targets != -100]. With BatchNorm,
 broadcast rank 0's buffers first: FSDP2 does not. Call model(inputs): another method, forward() too,
 does not gather what belongs to no block, unless you have called
-register_fsdp_forward_method(model, "method"). If the first forward pass of a model is under
-inference_mode(), its next training step fails (in older versions of torch, that pass itself).
+register_fsdp_forward_method(model, "method"). Use no_grad(), not inference_mode(): after that, a
+training step can fail.
 """
 
-import argparse
 import gc
-import os
-import sys
-import time
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -71,19 +68,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, gelu
 
-# Older versions of torch have another name for this operation.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+# What fully_shard() calls to gather. Older versions of torch have another name for it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 BLOCKS, WIDTH, VOCABULARY, WINDOW = 4, 32, 29, 24  # WINDOW: the length at which a text ends
-TIMEOUT = timedelta(seconds=2)  # for the demonstration; yours is that of init_process_group()
 
 
-def loss_over_ranks(model, batches):
+def loss_over_ranks(model, batches, device):
     """Return the mean loss over the rows of all ranks. Each has a batch, and some have more."""
-    device = batches[0].device
     most = torch.tensor(len(batches), device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # losses, rows
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     with torch.no_grad():
         for i in range(most.item()):
@@ -92,47 +86,43 @@ def loss_over_ranks(model, batches):
                 total[0] += losses.double().sum()
                 total[1] += losses.numel()
     model.train()
-    model.reshard()  # what belongs to no block; otherwise it stays whole until backward()
+    reshard(model)
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    mean = total[0] / total[1]
+    return mean.item()
 
 
-def mean_loss_alone(model, batches):
-    """Right for a plain model. In shards: a rank that has fewer batches leaves the others."""
-    with torch.no_grad():
-        return torch.cat([loss_of_each_row(model, batch) for batch in batches]).mean().item()
-
-
-def generate_alone(model, text):
-    """Right for a plain model. In shards: a rank that is done leaves the others."""
-    with torch.no_grad():
-        while is_going(text):
-            text = add_token(text, model(text))
-    return text
-
-
-def generate_gathered_once(model, text, flags):
-    """Right, if the whole model fits on each GPU. It needs no flags."""
-    with gathered_once(model):
-        return generate_alone(model, text)
+def reshard(model):
+    """Free the weights that a forward pass without backward() has left whole."""
+    for module in model.modules():  # model itself may be that of torch.compile, or not in shards
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager
 def gathered_once(model):
-    """Keep the whole model on each rank. In here, no forward pass exchanges anything.
-
-    At the end, reshard_after_forward is as fully_shard() sets it by default.
-    """
+    """Keep the whole model on each rank. In here, no forward pass exchanges anything."""
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    model.set_reshard_after_forward(False)
+    inner = {part for module in shards for part in module.modules() if part is not module}
     for module in shards:
+        module.set_reshard_after_forward(False, recurse=False)
         module.unshard()  # all ranks gather its weights
     try:
         yield
     finally:
         for module in shards:
-            module.set_reshard_after_forward(module is not model, recurse=False)
+            module.set_reshard_after_forward(module in inner, recurse=False)  # the default
             module.reshard()  # frees them
+
+
+def generate_gathered_once(model, text, flags):
+    """Right, if the whole model fits on each GPU. It needs no flags."""
+    model.eval()
+    with torch.no_grad(), gathered_once(model):
+        while is_going(text):
+            text = add_token(text, model(text))
+    model.train()
+    return text
 
 
 def until_all_are_done(model, text, flags):
@@ -152,30 +142,40 @@ def any_rank(condition, group):
     return flag.item() > 0
 
 
+def mean_loss_alone(model, batches):
+    """Right for a plain model. In shards: a rank that has fewer batches leaves the others."""
+    with torch.no_grad():
+        return torch.cat([loss_of_each_row(model, batch) for batch in batches]).mean().item()
+
+
+def generate_alone(model, text):
+    """Right for a plain model. In shards: a rank that is done leaves the others."""
+    with torch.no_grad():
+        while is_going(text):
+            text = add_token(text, model(text))
+    return text
+
+
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    check_evaluation(device, mesh)
-    check_generation(device, mesh)
-    check_inference_mode(device, mesh)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    check_evaluation(mesh)
+    check_generation(mesh)
     log("in shards: the loss of one process, and the tokens of the plain model, on every rank")
     gc.collect()  # otherwise what is left of the model can abort the process at its exit
     dist.destroy_process_group()
 
 
-def check_evaluation(device, mesh):
+def check_evaluation(mesh):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(2)  # all ranks make the same batches
-    all_batches = torch.randint(VOCABULARY, (world_size + 1, 3, WINDOW)).to(device)
+    all_batches = torch.randint(VOCABULARY, (world_size + 1, 3, WINDOW))
     batches = [*all_batches[rank::world_size]]  # one on each rank, one more on rank 0
-    failed = ranks_that_fail(mean_loss_alone, [batch.cpu() for batch in batches])
+    failed = ranks_that_fail(mean_loss_alone, batches)
     log(f"evaluation, each rank on its own:   ranks {failed} wait in vain")
-    model = new_shards(device, mesh)
-    loss = loss_over_ranks(model, batches)
-    expected = mean_loss_alone(new_model().to(device), all_batches)
+    model = new_shards(mesh)
+    loss = loss_over_ranks(model, batches, torch.device("cpu"))
+    expected = mean_loss_alone(new_model(), all_batches)
     log(f"evaluation, as many on all ranks:   loss {loss:.4f}; of one process {expected:.4f}")
     if not (failed == [0] and abs(loss - expected) < 1e-5):
         raise RuntimeError(f"evaluation: {failed} wait in vain; loss {loss}, not {expected}")
@@ -187,84 +187,52 @@ def check_evaluation(device, mesh):
         raise RuntimeError(f"after an evaluation, {left} weights are whole; without {without}")
 
 
-def check_generation(device, mesh):
+def check_generation(mesh):
     rank, flags = dist.get_rank(), dist.new_group(backend="gloo")
     torch.manual_seed(3 + rank)  # texts of its own on each rank; the longer are done sooner
-    prompt = torch.randint(VOCABULARY, (2, 4 + 3 * (rank % 4))).to(device)
-    expected = generate_alone(new_model().to(device), prompt)
-    steps = gathered(WINDOW - prompt.shape[1])
-    failed = ranks_that_fail(generate_alone, prompt.cpu())
-    log(f"generation, each rank on its own:   ranks {failed} wait in vain")
-    if failed != [other for other, number in enumerate(steps) if number > min(steps)]:
-        raise RuntimeError(f"generation: {steps} tokens, {failed} wait in vain")
-    for name, way, right in [("until all are done:", until_all_are_done, BLOCKS * max(steps) + 1),
-                             ("gathered_once():", generate_gathered_once, BLOCKS + 1)]:
-        model = new_shards(device, mesh)
-        gathers = count_gathers(model)
-        same = gathered(torch.equal(way(model, prompt, flags), expected))
-        log(f"generation, {name:<22} {len(gathers):>3} gathers; right tokens on {sum(same)} of"
+    prompt = torch.randint(VOCABULARY, (2, 4 + 3 * (rank % 4)))
+    expected = generate_alone(new_model(), prompt)
+    most = max(gathered(WINDOW - prompt.shape[1]))
+    for name, way, build, right in [
+            ("until all are done:", until_all_are_done, new_shards, BLOCKS * most + 1),
+            ("gathered_once():", generate_gathered_once, new_shards, BLOCKS + 1),
+            ("and torch.compile:", generate_gathered_once, compiled_shards, BLOCKS + 1),
+            ("and only blocks:", generate_gathered_once, shards_of_blocks, BLOCKS)]:
+        model, untouched, later = build(mesh), build(mesh), []
+        before = whole_weights(model)
+        with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
+            text = way(model, prompt, flags)
+        same = gathered(torch.equal(text, expected))
+        log(f"generation, {name:<22} {gather.call_count:>3} gathers; right tokens on {sum(same)} of"
             f" {len(same)} ranks")
-        if not all(same) or len(gathers) != right:
-            raise RuntimeError(f"{name} {len(gathers)} gathers; the plain model's tokens: {same}")
-    left = whole_weights(model)
-    gathers.clear()
-    generate_alone(model, expected[:, :-2])
-    if left or len(gathers) != 2 * BLOCKS + 1:
-        raise RuntimeError(f"after gathered_once(), {left} are whole; {len(gathers)} gathers")
-
-
-def check_inference_mode(device, mesh):
-    text = torch.arange(WINDOW, device=device)[None]
-
-    def evaluate_and_train(context):
-        model = new_shards(device, mesh)
-        with context():
-            model(text)
-        model(text).sum().backward()
-
-    outcomes = [outcome_of(evaluate_and_train, c) for c in (torch.no_grad, torch.inference_mode)]
-    log(f"training after no_grad():           {outcomes[0]}; after inference_mode(): {outcomes[1]}")
-    if outcomes != ["works", "RuntimeError"]:
-        raise RuntimeError("inference_mode() does not do what this file says")
+        if not all(same) or gather.call_count != right:
+            raise RuntimeError(f"{name} {gather.call_count} gathers; right: {same}")
+        left = whole_weights(model) - before if way is generate_gathered_once else 0
+        reshard(model)
+        for net in (model, untouched):
+            with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
+                generate_alone(net, expected[:, :-2])
+            later.append(gather.call_count)
+        if left or later[0] != later[1]:
+            raise RuntimeError(f"after {name} {left} are whole; then {later[0]} gathers, not"
+                               f" {later[1]}")
 
 
 def ranks_that_fail(way, data):
     """Return the ranks on which an evaluation, with a model in shards, waits in vain."""
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    model = new_shards(torch.device("cpu"), DeviceMesh.from_group(group, "cpu"))
-    outcomes = gathered(outcome_of(way, model, data))
-    dist.destroy_process_group(group)  # a timeout has broken it
-    return [rank for rank, outcome in enumerate(outcomes) if outcome != "works"]
-
-
-def outcome_of(function, *arguments):
+    group, failed = dist.new_group(backend="gloo", timeout=timedelta(seconds=2)), False
+    model = new_shards(DeviceMesh.from_group(group, "cpu"))
     try:
-        function(*arguments)
-        return "works"
-    except RuntimeError:
-        return "RuntimeError"
+        way(model, data)
+    except RuntimeError:  # the timeout
+        failed = True
+    outcomes = gathered(failed)
+    dist.destroy_process_group(group)  # a timeout has broken it
+    return [rank for rank, failed in enumerate(outcomes) if failed]
 
 
 def whole_weights(model):
     return sum(not isinstance(weight, DTensor) for weight in model.parameters())
-
-
-def count_gathers(model):
-    """Return a list to which each gather of this model adds its bytes."""
-    found = []
-
-    class Gather:  # what fully_shard() calls to gather
-        def allocate(self, size, *, dtype, device):
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(self, output_tensor, input_tensor, group, async_op=False):
-            found.append(output_tensor.nbytes)
-            return all_gather_single(output_tensor, input_tensor, group, async_op)
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(Gather())
-    return found
 
 
 def is_going(text):
@@ -307,15 +275,19 @@ def new_model():
     return NextToken()
 
 
-def new_shards(device, mesh):
-    model = new_model().to(device)
+def new_shards(mesh):
+    return fully_shard(shards_of_blocks(mesh), mesh=mesh)
+
+
+def compiled_shards(mesh):
+    return torch.compile(new_shards(mesh), backend="eager")  # quick; leave it out for the default
+
+
+def shards_of_blocks(mesh):
+    model = new_model()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     return model
-
-
-# ---- Helpers that are no part of the lesson ----
 
 
 def gathered(value):
@@ -325,56 +297,10 @@ def gathered(value):
     return values
 
 
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

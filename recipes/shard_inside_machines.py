@@ -7,58 +7,63 @@
         fully_shard(block, mesh=mesh)  # the whole mesh, with both dimensions
     fully_shard(model, mesh=mesh)
 
+    for i, (inputs, targets) in enumerate(micro_batches):  # of one step
+        model.set_requires_all_reduce(i == len(micro_batches) - 1)  # across machines once a step
+        (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
+
 A mesh is a table of ranks (processes). torchrun numbers the ranks machine by machine, so each row
 of this table is a machine. fully_shard (FSDP2) goes by the order of the dimensions, not by their
 names. Along the last one, it gives each rank a shard, its part of each tensor. Along the first one,
 all rows hold the same. This is HSDP, hybrid sharding. Start from the same weights on all ranks.
 
-Plain FSDP2 gathers the weights over all ranks, twice in a step, and most networks between machines
-are far slower than a machine's own links. With HSDP, only gradients cross: each rank averages those
-of its shard with the ranks that hold the same shard. The price is memory: each machine must hold
-everything that is trained, and its ranks share it out among themselves.
+Plain FSDP2 gathers the weights over all ranks, twice for each micro-batch, and most networks
+between machines are far slower than a machine's own links. With HSDP, only gradients cross. The
+price is memory: each machine holds everything that is trained. If that does not fit, use plain
+FSDP2, and pass reshard_after_forward=per_machine for each block. After the forward pass, each
+machine then keeps the weights, spread over its ranks, and backward() gathers them inside it.
 
     torchrun --standalone --nproc-per-node=4 recipes/shard_inside_machines.py
 
-    [rank 0/4] 2 machines: ranks [0, 1], [2, 3]
-    [rank 0/4]                               kept   across   off by
-    [rank 0/4] FSDP2                       613056  5461632  2.1e-07
-    [rank 0/4] HSDP                       1226112  2452224  2.1e-07
-    [rank 0/4] HSDP, ranks in turns       1226112  7282176  2.1e-07
-    [rank 0/4] HSDP, rows by machine      1226112  2452224  6.2e-01
-    [rank 0/4] FSDP2, bfloat16 weights     613056  3650400        -
-    [rank 0/4] HSDP, bfloat16 weights     1226112  2452224        -
-    [rank 0/4] with bfloat16 weights: 67% of FSDP2's bytes across
-    [rank 0/4] by the formula, on 16 machines of 8 ranks: 94%, or 63% if all is float32
-    [rank 0/4] HSDP in float32: 45% of FSDP2's bytes across, 2 times its memory, the same gradient
+    [rank 0/4] 2 machines of 2 ranks            kept  halfway   across   off by
+    [rank 0/4] FSDP2                          613056    37248  5461632  2.1e-07
+    [rank 0/4] FSDP2, reshard to a machine    613056   631680  3678336  2.1e-07
+    [rank 0/4] HSDP                          1226112    37248  2452224  2.1e-07
+    [rank 0/4] HSDP, ranks in turns          1226112    37248  7282176  2.1e-07
+    [rank 0/4] HSDP, rows by machine         1226112    37248  2452224  6.2e-01
+    [rank 0/4] with bfloat16 weights:
+    [rank 0/4] FSDP2                          613056    18624  3650400
+    [rank 0/4] FSDP2, reshard to a machine    613056   315840  2758752
+    [rank 0/4] HSDP                          1226112    18624  2452224
+    [rank 0/4] with 4 micro-batches:
+    [rank 0/4] FSDP2                          613056    37248 21846528  3.3e-07
+    [rank 0/4] HSDP, all-reduce in each      1226112    37248  9808896  3.3e-07
+    [rank 0/4] HSDP, all-reduce in the last  1226112    37248  2452224  3.3e-07
+    [rank 0/4] by the formula, 16 machines of 8 ranks, of FSDP2's bytes:
+    [rank 0/4] HSDP 63%, reshard to a machine 67%; with bfloat16 weights 94% and 75%
+    [rank 0/4] HSDP: 45% of FSDP2's bytes across, 2 times its memory, the same gradient
 
-Here, one machine plays several, of two ranks each. "Kept" are the bytes of weights and gradients on
-a rank; AdamW's averages are as many again. "Across" are the bytes that cross from machine to
-machine in a step, if each exchange goes round a ring of its ranks. (NCCL may take other ways, such
-as trees.) "Off by" is the clipped gradient's distance from that of one process with all rows.
+One machine plays several here. "Kept" are the bytes of weights and gradients on a rank between two
+steps; AdamW's averages are as many again. "Halfway" are those of gathered weights that stay from
+forward to backward. "Across" are the bytes that cross from machine to machine in a step, if each
+exchange goes round a ring of its ranks. "Off by" is the clipped gradient's distance from that of
+one process with all rows.
 
-With n ranks, p of them on each machine, and r bytes of gradients for a byte of weights, HSDP sends
-2r / (2 + r) * (n - p) / (n - 1) of FSDP2's bytes across. r is 1 if both have one dtype. It is 2
-with bfloat16 weights whose gradients are averaged in float32: then little is left to save. Name
-both dtypes: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).
-Without reduce_dtype, the average is taken in param_dtype before torch 2.15, and in the weights' own
-dtype since.
+FSDP2 sends 2 + r times the weights' bytes, with r bytes of gradients for a byte of weights. HSDP
+sends 2r, reshard to a machine 1 + r. r is 2 if weights travel in bfloat16 and gradients in
+float32: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).
+Name both. Without reduce_dtype, gradients travel in param_dtype up to torch 2.14, and in the dtype
+of the weights themselves, mostly float32, from 2.15 on.
 
-Bytes are not time. Between two machines of two ranks (launch/lab, CPUs, 8.7 MB of weights), with a
-link of 50 Mbit/s, a step took 0.35 to 0.40 of FSDP2's time with HSDP, and 0.44 to 0.47 with DDP. At
-200 Mbit/s: 0.38 to 0.84, and 0.30 to 0.45. Where all fits on each rank, try DDP, too.
-
-The wrong ways: some launchers deal the ranks out in turns, one to each machine (srun -m cyclic).
-Then a row of the mesh is spread over machines, and more bytes cross than without HSDP. All ranks
-need rows of their own, as with DDP: DistributedSampler(data) is right. A sampler that counts along
+Two mistakes: some launchers deal the ranks out in turns, one to each machine (srun -m cyclic). Then
+a row of the mesh is spread over machines, and more bytes cross than without HSDP. All ranks need
+rows of their own, as with DDP: DistributedSampler(data) is right. A sampler that counts along
 "replicate" gives the same rows to all ranks of a machine.
 """
 
-import argparse
 import gc
 import os
-import sys
-import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -73,100 +78,133 @@ from torch.utils._pytree import tree_leaves  # private, too
 
 BLOCKS, WIDTH, ROWS = 8, 96, 16  # ROWS on each rank
 MAX_NORM = 0.02  # clips the gradient here
-PLAIN = MixedPrecisionPolicy()  # all in the weights' own dtype
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def shard(model, mesh, policy):
-    """The right way, with a mesh of two dimensions. With one of one dimension: plain FSDP2."""
+def hsdp(model, device, world_size, **options):
+    """The right way. options: of fully_shard, such as mp_policy."""
+    per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh(device.type, (world_size // per_machine, per_machine),
+                            mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
-def rows_of_rank(rows, mesh):
-    """The right rows: each rank has its own, as with DistributedSampler(data)."""
-    return rows[dist.get_rank()::dist.get_world_size()]
+def fsdp2(model, device, world_size, after_forward=True, **options):
+    """Right for one machine. after_forward=per_machine: right for several, if HSDP does not fit."""
+    mesh = init_device_mesh(device.type, (world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=after_forward, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
-def rows_of_machine(rows, mesh):
-    """Wrong: as with DistributedSampler(data, mesh["replicate"].size(), its get_local_rank())."""
-    return rows[mesh["replicate"].get_local_rank()::mesh["replicate"].size()][:ROWS]
+def all_reduce_in_the_last(model, micro_batches, loss_fn):
+    """The right way with HSDP: inside each machine, gradients are exchanged each time."""
+    for i, (inputs, targets) in enumerate(micro_batches):
+        model.set_requires_all_reduce(i == len(micro_batches) - 1)
+        (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
 
 
-def share_across(shape, ratio):
-    """Return HSDP's part of FSDP2's bytes. ratio: bytes of a gradient to those of a weight."""
-    machines, per_machine = shape
-    ranks = machines * per_machine
-    return 2 * ratio / (2 + ratio) * (ranks - per_machine) / (ranks - 1)
+def exchange_in_each(model, micro_batches, loss_fn):
+    """With HSDP: the right gradient, but it crosses once for each micro-batch."""
+    for inputs, targets in micro_batches:
+        (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
 
 
 def main():
-    per_machine, (device, backend) = parse_args(), pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare(device, per_machine)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if os.environ["LOCAL_WORLD_SIZE"] == str(world_size):  # several machines are taken as they are
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
+    machines = world_size // per_machine
+    if min(per_machine, machines) < 2 or world_size % per_machine or WIDTH % world_size:
+        raise SystemExit("start it with: torchrun --standalone --nproc-per-node=4, 6 or 8")
+    in_order = [other // per_machine for other in range(world_size)]  # the machine of each rank
+    in_turns = [other % machines for other in range(world_size)]
+    torch.manual_seed(0)  # every rank makes the rows of all, and takes its own
+    rows = torch.randn(2, ROWS * world_size, WIDTH)
+    own = rows[:, rank::world_size]  # right: as with DistributedSampler(data)
+    # Wrong: as with DistributedSampler(data, mesh["replicate"].size(), its get_local_rank()).
+    of_machine = rows[:, rank // per_machine :: machines][:, :ROWS]
+    one_process = new_model()
+    exchange_in_each(one_process, [rows], mse_loss)
+    clip_grad_norm_(one_process.parameters(), MAX_NORM)
+    expected = flat_gradient(one_process)
+
+    def measure(name, way, data=own, machine_of=in_order, backward=exchange_in_each, parts=1,
+                policy=None):
+        """Log a line; return (bytes kept, bytes across, how far the gradient is off)."""
+        model = new_model()
+        way(model, torch.device("cpu"), world_size, mp_policy=policy or MixedPrecisionPolicy())
+        shards, halfway = {p.to_local().data_ptr() for p in model.parameters()}, 0
+
+        def loss_fn(outputs, targets):  # it runs between forward and backward
+            nonlocal halfway
+            weights = [local(p) for p in model.parameters()]
+            halfway = sum(w.nbytes for w in weights if w.data_ptr() not in shards)
+            return mse_loss(outputs.float(), targets)
+
+        with CountAcross(machine_of) as seen:
+            backward(model, list(zip(*(part.chunk(parts) for part in data), strict=True)), loss_fn)
+        clip_grad_norm_(model.parameters(), MAX_NORM)  # it knows the mesh
+        dist.all_reduce(across := torch.tensor(seen.bytes))
+        kept = sum(local(p).nbytes + local(p.grad).nbytes for p in model.parameters())
+        off = ((flat_gradient(model) - expected).norm() / expected.norm()).item()
+        shown = "" if policy else f"  {off:.1e}"
+        log(f"{name:<28} {kept:>8} {halfway:>8} {across:>8}{shown}")
+        return kept, across.item(), off
+
+    inside = partial(fsdp2, after_forward=per_machine)
+    log(f"{machines} machines of {per_machine} ranks            kept  halfway   across   off by")
+    plain = measure("FSDP2", fsdp2)
+    resharded = measure("FSDP2, reshard to a machine", inside)
+    right = measure("HSDP", hsdp)
+    turns = measure("HSDP, ranks in turns", hsdp, machine_of=in_turns)
+    by_machine = measure("HSDP, rows by machine", hsdp, of_machine)
+    log("with bfloat16 weights:")
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain_mixed = measure("FSDP2", fsdp2, policy=mixed)
+    resharded_mixed = measure("FSDP2, reshard to a machine", inside, policy=mixed)
+    right_mixed = measure("HSDP", hsdp, policy=mixed)
+    log("with 4 micro-batches:")
+    often = measure("FSDP2", fsdp2, parts=4)
+    each = measure("HSDP, all-reduce in each", hsdp, parts=4)
+    once = measure("HSDP, all-reduce in the last", hsdp, backward=all_reduce_in_the_last, parts=4)
+
+    claims = {
+        "a machine holds everything": right[0] == machines * plain[0] == (
+            2 * expected.nbytes // per_machine),
+        "a reshard to a machine keeps as little as FSDP2": resharded[0] == plain[0],
+        "in float32, the formula holds": torch.allclose(
+            torch.tensor([right[1] / plain[1], resharded[1] / plain[1]]),
+            torch.tensor(shares_across(machines, per_machine, 1)), atol=0.02),
+        "in bfloat16, the formula holds": torch.allclose(
+            torch.tensor([right_mixed[1] / plain_mixed[1], resharded_mixed[1] / plain_mixed[1]]),
+            torch.tensor(shares_across(machines, per_machine, 2)), atol=0.02),
+        "dealt out in turns, more cross": turns[1] > plain[1],
+        "an all-reduce in the last is one": 4 * once[1] == each[1] < often[1],
+        "only rows by machine give another gradient": by_machine[2] > 0.1 and max(
+            way[2] for way in (plain, resharded, right, turns, often, each, once)) < 1e-5}
+    if not all(claims.values()):
+        raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
+    log("by the formula, 16 machines of 8 ranks, of FSDP2's bytes:")
+    log("HSDP {:.0%}, reshard to a machine {:.0%}; with bfloat16 weights {:.0%} and {:.0%}".format(
+        *shares_across(16, 8, 1), *shares_across(16, 8, 2)))
+    log(f"HSDP: {right[1] / plain[1]:.0%} of FSDP2's bytes across, {machines} times its memory,"
+        " the same gradient")
     gc.collect()  # otherwise what is left of FSDP2 can abort the process at its exit
     dist.destroy_process_group()
 
 
-def compare(device, per_machine):
-    world_size = dist.get_world_size()
-    machines = world_size // per_machine
-    mesh = init_device_mesh(device.type, (machines, per_machine),
-                            mesh_dim_names=("replicate", "shard"))
-    one_row = init_device_mesh(device.type, (world_size,))  # for plain FSDP2
-    by_machine = [rank // per_machine for rank in range(world_size)]  # the machine of each rank
-    in_turns = [rank % machines for rank in range(world_size)]
-    log(f"{machines} machines: ranks {', '.join(str(row) for row in mesh.mesh.tolist())}")
-    torch.manual_seed(0)  # every rank makes the rows of all, and takes its own
-    rows = torch.randn(2, ROWS * world_size, WIDTH).to(device)
-    one_process = new_model(device)
-    step(one_process, *rows)
-    expected = flat_gradient(one_process)
-    log("                              kept   across   off by")
-    kept, across, off = {}, {}, {}
-    for name, of, share, policy, machine_of in [
-            ("FSDP2", one_row, rows_of_rank, PLAIN, by_machine),
-            ("HSDP", mesh, rows_of_rank, PLAIN, by_machine),
-            ("HSDP, ranks in turns", mesh, rows_of_rank, PLAIN, in_turns),
-            ("HSDP, rows by machine", mesh, rows_of_machine, PLAIN, by_machine),
-            ("FSDP2, bfloat16 weights", one_row, rows_of_rank, MIXED, by_machine),
-            ("HSDP, bfloat16 weights", mesh, rows_of_rank, MIXED, by_machine)]:
-        model = shard(new_model(device), of, policy)
-        across[name] = step(model, *(share(part, of) for part in rows), machine_of)
-        kept[name] = sum(p.to_local().nbytes + p.grad.to_local().nbytes for p in model.parameters())
-        off[name] = (flat_gradient(model) - expected).norm() / expected.norm()
-        shown = f"{off[name]:.1e}" if policy is PLAIN else "      -"
-        log(f"{name:<24} {kept[name]:>9} {across[name]:>8}  {shown}")
-    shares = [across[f"HSDP{dtype}"] / across[f"FSDP2{dtype}"]
-              for dtype in ("", ", bfloat16 weights")]
-    claims = {
-        "a machine holds everything": kept["HSDP"] == machines * kept["FSDP2"] == (
-            2 * expected.nbytes // per_machine),
-        "in float32, the formula holds": abs(shares[0] - share_across(mesh.shape, 1)) < 0.02,
-        "in bfloat16, the formula holds": abs(shares[1] - share_across(mesh.shape, 2)) < 0.02,
-        "dealt out in turns, more cross": across["HSDP, ranks in turns"] > across["FSDP2"],
-        "only rows by machine give another gradient": [
-            name for name in off if off[name] > (0.1 if "bfloat16" in name else 1e-5)
-        ] == ["HSDP, rows by machine"],
-    }
-    if not all(claims.values()):
-        raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
-    log(f"with bfloat16 weights: {shares[1]:.0%} of FSDP2's bytes across")
-    log(f"by the formula, on 16 machines of 8 ranks: {share_across((16, 8), 2):.0%}, or"
-        f" {share_across((16, 8), 1):.0%} if all is float32")
-    log(f"HSDP in float32: {shares[0]:.0%} of FSDP2's bytes across, {machines} times its memory,"
-        " the same gradient")
+def shares_across(machines, per_machine, ratio):
+    """Return the parts of FSDP2's bytes that HSDP and a reshard to a machine send across.
 
-
-def step(model, inputs, targets, machine_of=()):
-    """Compute and clip the gradient; return the bytes that cross from machine to machine."""
-    with CountAcross(machine_of) as seen:
-        mse_loss(model(inputs).float(), targets).backward()
-    clip_grad_norm_(model.parameters(), MAX_NORM)  # it knows the mesh
-    dist.all_reduce(total := torch.tensor(seen.bytes, device=inputs.device))
-    return total.item()
+    ratio: bytes of a gradient to those of a weight.
+    """
+    ranks = machines * per_machine
+    return (2 * ratio / (2 + ratio) * (ranks - per_machine) / (ranks - 1),
+            (1 + ratio) / (2 + ratio))
 
 
 class CountAcross(TorchDispatchMode):
@@ -212,87 +250,25 @@ class Model(nn.Module):
         return self.head(inputs)
 
 
-def new_model(device):
+def new_model():
     torch.manual_seed(1)
-    return Model().to(device)
+    return Model()
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def flat_gradient(model):
-    """Return the gradient as one tensor, whole. If it is in shards, all ranks must call it."""
-    gradients = [p.grad for p in model.parameters()]
-    return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten()
-                      for g in gradients])
+    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+             for p in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in whole])
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def gathered(value):
-    """Return every rank's value, in rank order. All ranks must call it."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
-    return values
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Return how many ranks make a machine; stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    if 0 < gpus < local:
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
-    per_machine = local if local < world_size else 2  # several machines are taken as they are
-    # If the ranks did not divide the width, FSDP2 would fill up the shards.
-    if min(per_machine, world_size // per_machine) < 2 or world_size % per_machine or (
-            WIDTH % world_size):
-        stop(f"{world_size} ranks: this takes two machines at least, of two ranks at least, and"
-             f" ranks that divide {WIDTH}: use --nproc-per-node=4")
-    return per_machine
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,7 @@ pretrained_to_shards.py; to save and resume, checkpoint_any_world_size.py.
 Now write it yourself: exercises/14_zero_3.py.
 """
 
-import argparse
 import gc
-import os
-import sys
-import time
 import weakref
 from datetime import timedelta
 
@@ -156,14 +152,10 @@ def optimizer_first(model, mesh):
 
 
 def main():
-    parse_args()
-    world_size = int(os.environ["WORLD_SIZE"])
-    if WIDTH % world_size:  # FSDP2 would fill up the shards, and the bytes would not add up
-        stop(f"the number of ranks, {world_size}, must divide the width, {WIDTH}")
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
-    compare(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if WIDTH % dist.get_world_size():  # FSDP2 would fill up the shards: other bytes
+        raise SystemExit("start it with: torchrun --standalone --nproc-per-node=2, 3 or 4")
+    compare(torch.device("cpu"))
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
@@ -172,10 +164,10 @@ def compare(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (world_size,))
     torch.manual_seed(0)  # every rank makes the same rows, and takes its own ones
-    rows = torch.randn(STEPS, 2, ROWS * world_size, WIDTH).to(device)
+    rows = torch.randn(STEPS, 2, ROWS * world_size, WIDTH)
     batches = [tuple(batch[:, rank::world_size]) for batch in rows]
     log("bytes on one rank       weights gradients    AdamW    whole   off by")
-    ddp = new_model().to(device)
+    ddp = new_model()
     optimizer = new_optimizer(ddp)
     ddp_average = train_ddp(DDP(ddp), optimizer, batches)
     everything = bytes_held(ddp, optimizer)
@@ -184,7 +176,7 @@ def compare(device):
     for name, way, micro_batches in [
             ("FSDP2", shard, 1), ("FSDP2, 2 micro-batches", shard, 2),
             ("only the root", shard_root_only, 1), ("optimizer first", optimizer_first, 1)]:
-        model = new_model().to(device)
+        model = new_model()
         optimizer = way(model, mesh) or new_optimizer(model)  # only optimizer_first returns one
         average = train(model, optimizer, batches, micro_batches)
         off = max(off_by(model, ddp), off_by(average, ddp_average))  # the worse
@@ -271,7 +263,7 @@ def check_start(device, mesh, batches, ddp):
     """It gives the weights of one process, bit for bit, and trains like any other model."""
     model, most = start_in_shards(device, mesh)
     single, whole = new_model(), flat(new_model())
-    buffers = torch.stack([*model.buffers()]).cpu(), torch.stack([*single.buffers()])
+    buffers = torch.stack([*model.buffers()]), torch.stack([*single.buffers()])
     if not (torch.equal(flat(model), whole) and torch.equal(*buffers)):
         raise RuntimeError("start_in_shards() does not give the weights of one process")
     train(model, new_optimizer(model), batches)
@@ -300,13 +292,10 @@ def off_by(trained, expected):
 
 
 def flat(weights):
-    """Return the weights, of a model or in a list, as one tensor on the CPU, whole.
-
-    Shards are gathered: then all ranks must call it.
-    """
+    """Return the weights, of a model or in a list, as one tensor, whole. All ranks must call it."""
     tensors = weights.parameters() if isinstance(weights, nn.Module) else weights
     whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-    return torch.cat([t.detach().flatten() for t in whole]).cpu()
+    return torch.cat([t.detach().flatten() for t in whole])
 
 
 class Layer(nn.Module):
@@ -346,59 +335,10 @@ def new_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
         update_average(averaged, model.module)  # on every rank: update_parameters(), see below
     if rank == 0:
         torch.save(averaged.module.state_dict(), path)  # without averaging: model.module
+    dist.barrier()  # nobody leaves, or loads the file, before it is written
 
 Those of the plain model, without its wrappers. DistributedDataParallel (DDP), torch.compile and
 AveragedModel each put a prefix in front of all names. AveragedModel keeps an average over the last
@@ -32,19 +33,15 @@ that rank 0 saves, give all ranks its buffers first, as share_buffers does.
 
 A file with the names of DDP does not fit the plain model, and load_state_dict() says so. With its
 option strict=False, it loads only the names that fit: here none. The model keeps its random start.
-Take the prefixes off instead. If you compile the model in place, with model.compile() before
-DDP(model), torch.compile adds no prefix. With model = torch.compile(DDP(plain)), model.module is
-the plain model, too. A snapshot to resume from is another file: put averaged.state_dict() into it.
-It has n_averaged, too. Without that number, the first update makes the average anew, no error.
+Take the prefixes off instead. model.compile() in place, before DDP(model), adds no prefix. A
+snapshot to resume from is another file: put averaged.state_dict() into it. It has n_averaged, too.
+Without that number, the first update makes the average anew, without an error.
 """
 
-import argparse
 import copy
 import gc
 import os
-import sys
 import tempfile
-import time
 from datetime import timedelta
 
 import torch
@@ -59,14 +56,14 @@ BACKEND = "eager"  # needs no C++ compiler, and speeds up nothing; leave it out 
 STEPS = 5
 
 
-def train(model, device):
+def train(model):
     """Train a DDP model; return the average of its weights, which is the same on every rank."""
     averaged = average_of(model.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())  # each rank has samples of its own
     for _ in range(STEPS):
         optimizer.zero_grad()
-        (model(torch.randn(16, 8).to(device)) - 1).square().mean().backward()
+        (model(torch.randn(16, 8)) - 1).square().mean().backward()
         optimizer.step()  # the same step on every rank: DDP has averaged the gradients
         update_average(averaged, model.module)
     return averaged
@@ -96,11 +93,11 @@ def share_buffers(*modules):
             dist.broadcast(buffer, src=0)
 
 
-def save_plain(averaged, path):
+def save_plain(averaged, path, rank):
     """The right way: .module is the plain model. For the latest weights: model.module (of DDP)."""
-    # One rank saves: all would write the same weights.
-    if dist.get_rank() == 0:
+    if rank == 0:
         torch.save(averaged.module.state_dict(), path)
+    dist.barrier()
 
 
 def save_with_wrapper(model, path):
@@ -133,22 +130,19 @@ def load_without_prefix(path):
 
 
 def main():
-    parse_args()
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60),
-                            device_id=device if device.type != "cpu" else None)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with tempfile.TemporaryDirectory() as folder:
-        train_and_serve(device, folder)
+        train_and_serve(folder)
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
 
-def train_and_serve(device, folder):
+def train_and_serve(folder):
     torch.manual_seed(0)
-    plain = new_net().to(device)
+    plain = new_net()
     plain.compile(backend=BACKEND)  # in place, and before DDP: it adds nothing to the names
     model = DDP(plain)
-    averaged = train(model, device)
+    averaged = train(model)
     weights = gathered([p.tolist() for p in averaged.parameters()])
     if weights.count(weights[0]) != len(weights):
         raise RuntimeError("the averaged weights differ between the ranks")
@@ -167,10 +161,10 @@ def train_and_serve(device, folder):
                 "AveragedModel(model.module)": averaged, "averaged.module": averaged.module})
 
     right, wrong = os.path.join(folder, "right.pt"), os.path.join(folder, "wrong.pt")
-    save_plain(averaged, right)
+    save_plain(averaged, right, dist.get_rank())
     save_with_wrapper(model, wrong)
     if dist.get_rank() == 0:
-        load_and_compare(right, wrong, averaged.module, model.module, device)
+        load_and_compare(right, wrong, averaged.module, model.module)
     dist.barrier()  # the others wait here for rank 0
 
 
@@ -223,11 +217,11 @@ def show_names(models):
         raise RuntimeError("the names are not those that this file shows")
 
 
-def load_and_compare(right, wrong, averaged, latest, device):
-    inputs = torch.randn(4, 8).to(device)
+def load_and_compare(right, wrong, averaged, latest):
+    inputs = torch.randn(4, 8)
 
     def difference(loaded, trained):
-        return (loaded.to(device)(inputs) - trained.eval()(inputs)).abs().max().item()
+        return (loaded(inputs) - trained.eval()(inputs)).abs().max().item()
 
     off = difference(load_plain(right), averaged)
     log(f"averaged.module, loaded by the plain model:   outputs differ by {off:.1e}")
@@ -253,9 +247,6 @@ def new_net():
     return net
 
 
-# ---- Helpers that are no part of the lesson ----
-
-
 def gathered(value):
     """Return every rank's value, in rank order. All ranks must call it."""
     values = [None] * dist.get_world_size()
@@ -263,56 +254,10 @@ def gathered(value):
     return values
 
 
-def pick_device(local_rank):
-    """Return (device, backend): a GPU for each process and its backend, or the CPU and Gloo."""
-    kind = torch.accelerator.current_accelerator()  # cuda (ROCm's name, too), xpu, mps, or None
-    if count_gpus():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory on GPU 0
-        return torch.device(kind.type, local_rank), dist.get_default_backend_for_device(kind)
-    why = ""
-    if torch.accelerator.is_available():
-        why = f"no backend exchanges tensors of {kind.type}"
-    elif torch.cuda.device_count():  # the driver counts GPUs, but torch has none
-        why = f"torch cannot use its GPU: is the driver too old for CUDA {torch.version.cuda}?"
-    if why and local_rank == 0:
-        print(f"note: this machine takes the CPU: {why}\n", end="", flush=True)
-    return torch.device("cpu"), "gloo"
-
-
-def count_gpus():
-    """Return how many GPUs, or other accelerators, the ranks on this machine can use."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    # For Apple's GPUs (mps) torch names Gloo, but Gloo exchanges tensors on the CPU alone.
-    carried = kind and dist.Backend.default_device_backend_map.get(kind.type, "gloo") != "gloo"
-    return torch.accelerator.device_count() if carried else 0
-
-
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
-    if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
-
-
-def stop(message, status=2):
-    """End this process with one line instead of a traceback: for errors that the user can fix."""
-    # All ranks mostly fail alike. Local rank 0 says it, and torchrun then ends the others.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
-def parse_args():
-    """Stop if the way of starting cannot work."""
-    gpus = count_gpus()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = stop
-    parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if 0 < gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        stop(f"each process needs a GPU, and there are {gpus}: use --nproc-per-node={gpus}, or the"
-             " CPU with CUDA_VISIBLE_DEVICES= in front")
+def log(message):
+    """Print a line with the rank in front. Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(f"[rank 0/{dist.get_world_size()}] {message}", flush=True)
 
 
 if __name__ == "__main__":

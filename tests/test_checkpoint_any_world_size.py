@@ -18,7 +18,7 @@ def test_one_folder_by_two_ranks_then_three(tmp_path):
         "def read_pointer(root):\n":
             "def read_pointer(root):\n    assert dist.get_rank() == 0\n"}), []
     for ranks, step in ((2, "10"), (3, "20"), (2, "30")):
-        result = fork_ranks(recipe, "--folder", "saves", cwd=tmp_path, world_size=ranks)
+        result = fork_ranks(recipe, "saves", cwd=tmp_path, world_size=ranks)
         assert result.status == 0, result.output
         *loaded, (last, digest), by_one = numbers(r"step (\d+), .*: +sha256 (\w{12})", result)
         assert loaded == before and last == step and by_one == (step, digest)
@@ -38,7 +38,7 @@ recipe = runpy.run_path(sys.argv[1])
 root, way, victim, seconds = sys.argv[2:]
 dist.init_process_group("gloo")
 group = [dist.new_group(backend="gloo")] * (way == "save_shards_async")
-model, optimizer = recipe["new_sharded"](torch.device("cpu"))
+model, optimizer = recipe["new_sharded"]()
 folder, log, saved = recipe["newest"](root), recipe["log"], 0
 step = recipe["load_folder"](model, optimizer, folder) if folder else 0
 log(f"loaded {step} {folder and recipe['checksum'](model, optimizer)}")

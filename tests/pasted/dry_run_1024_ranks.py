@@ -1,10 +1,16 @@
 def YourModel():
     return Model(width=1024)
-def train_one_step(model):
-    model(torch.randn(16, 1024)).square().mean().backward()
+def train_one_step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(4096, 1024)).square().mean().backward()
+    optimizer.step()
 # PASTE
 with torch.device("meta"):
     whole, block = (4 * weights(net).numel() for net in (YourModel(), Block(1024)))
-kept, sent = sum(p.to_local().nbytes for p in model.parameters()), step.bytes["reduce-scatter"]
-assert kept == whole / 1024 and sent == whole, f"{kept} and {sent} of {whole}"
-assert step.largest["all-gather"] == block, step.largest
+kept = sum(p.to_local().nbytes for p in model.parameters())
+assert kept == whole / 1024 and sent.bytes["reduce-scatter"] == whole, f"{kept} of {whole}: {sent}"
+assert sent.calls == {"all-gather": 2 * 2 + 1, "reduce-scatter": 3}, sent.calls
+row = 4096 * 1024 * 4  # bytes; a block keeps its input, and the results of up and of tanh()
+[peak] = memory.get_tracker_snapshot("peak").values()
+assert 2 * (1 + 2) * row + 2 * block < sum(peak.values()) / 2 < 12 * row + 3 * block, peak
+assert sum(n for kind, n in peak.items() if "OPT" in str(kind)) > 2 * kept, f"no averages: {peak}"

@@ -13,6 +13,12 @@ batches, expected = list(all_batches[rank::world_size]), text  # unequal numbers
 whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
 assert model.training and not whole, f"still whole: {whole}"
 # PASTE2
+only_blocks = Model()
+for block in only_blocks.blocks:
+    fully_shard(block, mesh=init_device_mesh("cpu", (world_size,)))
+only_blocks(batches[0])
+reshard(only_blocks)
+assert all(hasattr(p, "full_tensor") for p in only_blocks.blocks.parameters()), "whole blocks"
 plain.eval()
 with torch.no_grad():
     check(mean, torch.cat([loss_of_each_row(plain, b) for b in all_batches]).double().mean())

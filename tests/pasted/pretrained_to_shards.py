@@ -1,6 +1,5 @@
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-
+Pretrained = YourModel
 def YourModel():
     model, mask = Pretrained(), torch.arange(WIDTH) % 2 + 1
     model.twin = nn.Linear(WIDTH, CLASSES, bias=False)
@@ -12,10 +11,15 @@ def YourModel():
         if mask.is_meta:  # as in checkpoint_activations
             model.blocks[i] = checkpoint_wrapper(block)
     return model
-plain, images, path = YourModel(), torch.randn(2, 3, 32, 32), f"pretrained {world_size}.pt"
+plain, images, new_head = YourModel(), torch.randn(2, 3, 32, 32), nn.Linear(WIDTH, CLASSES)
+paths = [f"pretrained {world_size}, {part}.pt" for part in (1, 2)]
 plain.blocks[0].up.weight.data = plain.blocks[0].up.weight.data.t().contiguous().t()
+plain.twin.weight = plain.head.weight = new_head.weight  # another head than that of the files
+plain.head.bias = new_head.bias
 if rank == 0:
-    torch.save(plain.state_dict(), path)
+    state = list(plain.state_dict().items())
+    for part, path in enumerate(paths):
+        torch.save({name: t for name, t in state[part::2] if "head" not in name}, path)
 mesh = init_device_mesh("cpu", (world_size,))
 torch.manual_seed(5)
 # PASTE

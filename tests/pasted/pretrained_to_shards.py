@@ -1,4 +1,5 @@
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
 Pretrained = YourModel
 def YourModel():
     model, mask = Pretrained(), torch.arange(WIDTH) % 2 + 1

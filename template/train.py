@@ -254,9 +254,9 @@ class SeededItems(Dataset):
 
 def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
-    # fork: another start would import torch anew in each worker, or end the workers by SIGTERM.
+    # fork: another start imports torch anew in each worker. timeout: a batch may not arrive at all.
     return DataLoader(
-        SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS,
+        SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=600 * bool(WORKERS),
         collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn
         worker_init_fn=survive.obey_rank, multiprocessing_context="fork" if WORKERS else None)
 

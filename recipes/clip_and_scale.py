@@ -32,7 +32,7 @@ hold scaler.state_dict().
 
 With bfloat16, leave the scaler out, and look at the norm: it is the same on all ranks. (FSDP2
 returns a DTensor: norm.full_tensor().) Otherwise one inf makes weights nan for good, since clipping
-multiplies it by 0. If several steps in a row are skipped, stop. A skipped step has changed
+multiplies it by 0. If several steps in a row are skipped, stop. A skipped step may have changed
 BatchNorm's buffers: the forward pass has put the inf into its running mean. Copy the buffers before
 each step, and put them back after a skip.
 """

@@ -13,21 +13,21 @@
 This runs on CPUs, and shows how it works. On GPUs, take torch's own for the first two parts:
 
     from torch.distributed.tensor.experimental import context_parallel
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # changed in place
     positions = torch.arange(inputs.size(1), device=device)
     with context_parallel(mesh, buffers=[inputs, targets, positions], buffer_seq_dims=[1, 1, 0]):
         ...  # here, the three are this rank's shares: the third part, as above
 
 Inside, F.scaled_dot_product_attention(q, k, v, is_causal=True) sees the whole sequence. (By another
-name, it stays local, without an error.) Each rank gathers K and V of all ranks in each layer, or
-passes them on after set_rotate_method("alltoall"). 2 N must divide the length, for N ranks. This
-refuses a CPU: only its shares are compared here.
+name, it stays local.) Each rank gathers K and V of all ranks in each layer, or passes them on after
+experimental._attention.set_rotate_method("alltoall"). For N ranks, 2 N should divide the length: if
+N alone does, the shares are contiguous, without an error. Only its shares are compared here (CPU).
 
 Only attention lets tokens see each other. All else needs what data parallelism needs: a loss over
-the targets of all ranks, and averaged gradients. In attention, each rank keeps its queries. Keys
-and values (K and V) travel around a ring, while the ranks compute. Each part of the keys gives a
-result by a softmax of its own. Its log-sum-exp says how much it weighs in the whole: by that, the
-results are joined. A fused kernel computes each block, and holds no scores.
+the targets of all ranks, and averaged gradients. Each rank keeps its queries. Keys and values (K
+and V) travel around a ring. Each part of the keys gives a result by a softmax of its own. Its
+log-sum-exp says how much it weighs in the whole: by that, the results are joined. A fused kernel
+computes each block, and holds no scores.
 
     torchrun --standalone --nproc-per-node=4 recipes/context_parallel.py
 
@@ -42,20 +42,21 @@ results are joined. A fused kernel computes each block, and holds no scores.
     [rank 0/4] 1/4 of the tokens on each rank, and the gradient of one process
 
 "Off by" compares with one process, in float64. With causal attention, late tokens see more than
-early ones. With one piece a rank (contiguous shares), the last would compute most. So cut 2 N
+early ones: with one piece a rank (contiguous shares), the last would compute most. So cut 2 N
 chunks, and give rank r the chunks r and 2 N - 1 - r (zig-zag shares). In the backward pass, K and V
 go around once more, and collect their gradients, which come from the losses of all ranks.
 
 Memory grows with the length, and not with its square. One process holds 9 tensors as large as q at
-once, forward and backward. A rank holds up to 22 as large as its own q, as K, V and their gradients
-travel in copies. (A kernel's own buffers are not counted.) So two ranks save nothing, 4 ranks 41 %
-(above), and N ranks need 22 / (9 N) of it.
+once, forward and backward. A rank holds up to 22 as large as its own q (28 in bfloat16), as K, V
+and their gradients travel in copies. (A kernel's own buffers are not counted.) So two ranks save
+nothing, 4 ranks 41 % (above), and N ranks need 22 / (9 N) of it.
 
 The wrong ways raise no error. All ranks that share a sequence must load the same one. Masks, rotary
-and other position embeddings go by the positions in the whole sequence. Shift the targets before
-the cut, as deal_out() does: the last token of a chunk predicts the first of the next, mostly
-another rank's. Ranks with different numbers of targets (a prompt has none) must not average their
-means. Call backward() outside of autocast. Packed documents see each other here.
+and other position embeddings go by the positions in the whole sequence (their table needs up to 2 N
+- 1 more rows). Shift the targets before the cut, as deal_out() does: the last token of a chunk
+predicts the first of the next, mostly another rank's. Ranks with different numbers of targets (a
+prompt has none) must not average their means. Call backward() outside of autocast. Packed documents
+see each other here.
 
 To deal each sequence out over a few ranks, give deal_out() and ring_attention() their group, and
 DistributedSampler the groups' number and this one's. DDP and counted stay with all ranks.

@@ -13,8 +13,9 @@
     print(sent.calls, sent.bytes, memory.get_tracker_snapshot("peak"))
 
 One process plays one rank of the job, on a CPU. Make the inputs inside "with fake", too, but meshes
-outside: torch reads their numbers. The step must not ask for a value: no loss.item().
-CountCollectives stands below. FakeTensorMode and FSDPMemTracker are private in torch: they may
+outside: torch reads their numbers. The step must not ask for a value: no loss.item(). It has one
+forward pass: between micro-batches, call memory.reset_mod_stats(). It counts shards of FSDP2, not
+DDP. CountCollectives stands below. FakeTensorMode and FSDPMemTracker are private in torch: they may
 change. In a pipeline, build one stage: PipelineStage() needs input_args= and output_args=, then.
 
     python recipes/dry_run_1024_ranks.py

@@ -101,13 +101,16 @@ def reshard(model):
 
 @contextmanager
 def gathered_once(model):
-    """Keep the whole model on each rank. In here, no forward pass exchanges anything."""
+    """Keep the whole model on each rank. In here, no forward pass exchanges anything.
+
+    model: the whole one. A part of a sharded model would stay whole in the training that follows.
+    """
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     inner = {part for module in shards for part in module.modules() if part is not module}
-    for module in shards:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()  # all ranks gather its weights
     try:
+        for module in shards:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()  # all ranks gather its weights
         yield
     finally:
         for module in shards:

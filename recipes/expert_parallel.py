@@ -44,10 +44,10 @@ DDP(model) overwrites the experts of all ranks by those of rank 0. So does
 DDP(torch.compile(model)), which changes the names: compile what DDP() returns. If you forget the
 division, AdamW without clipping hides it. With DDP, clip_grad_norm_ knows this rank's experts only:
 each rank has another norm, and the copies of the rest drift apart, without an error. (With FSDP2,
-it raises "got mixed torch.Tensor and DTensor".) So does a GradScaler: take bfloat16 without one.
+it raises "got mixed torch.Tensor and DTensor".) So does a GradScaler: take bfloat16 by autocast.
 
 The balance is the loss of Switch Transformers (Fedus, Zoph and Shazeer, 2021), by the experts'
-shares in the tokens of all ranks. No token is dropped here: one rank may get them all.
+shares in the tokens of all ranks of the group. No token is dropped here: one rank may get them all.
 
 A rank's state_dict() has its own experts only. Save by torch.distributed.checkpoint, as
 checkpoint_any_world_size.py does, with StateDictOptions(flatten_optimizer_state_dict=True). (Tried,

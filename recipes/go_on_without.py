@@ -34,14 +34,16 @@ is lost. But the survivors must deal out the batch anew. To keep the old shares 
 there is no error, and the dead rank's rows are lost in every step. The number of ranks must divide
 the batch, too. Otherwise weigh each rank's loss: unequal_micro_batches.py. "Off" is the distance
 from the weights of one process. Of the seconds, 2 are WINDOW: how long the survivors wait for each
-other. A rank that raises an exception of its own ends the whole job: that is no death.
+other. It must be longer than a step: else a RuntimeError of one rank alone shuts out the others.
+Any other exception ends the whole job: that is no death.
 
 All survivors go on from one state, that of the rank with the most steps. The process with the store
 must live. A rank that hangs counts as dead after the timeout, and ends when it comes back.
 
-NCCL was not tried: torch by default ends the process after a failure. Torch 2.15 has, not for Gloo,
-dist.shrink_group() and init_process_group(enable_reconfigure=True). torchft is made for this: by
-its documentation, it finds dead ranks by heartbeats, and lets new ones join. None was run here.
+NCCL was not tried: torch by default ends the process after a failure. Torch 2.14 has
+dist.shrink_group() for NCCL, and init_process_group(enable_reconfigure=True) with private calls.
+torchft is made for this: by its documentation, it finds dead ranks by heartbeats, and lets new ones
+join. None was run here.
 """
 
 import copy

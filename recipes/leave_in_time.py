@@ -35,10 +35,10 @@ middle of a longer save. Hence the barrier.
 Each line is a job of two ranks. SIGTERM comes in an epoch of 1000 steps: in the first four jobs to
 torchrun, in the last two to rank 1 alone, and there the last save takes 40 s. In place of
 torchrun's 30 s, the first four have 10 (torch 2.11 knows 30 alone). Choose ASK_EVERY so that so
-many steps, or your evaluation, and a save fit into the 30 s. Since torch 2.12,
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 in torchrun's environment grants more (but when a machine joins
-the job, or a rank has failed, it is always 30 s). Whoever sends SIGTERM to torchrun has a time of
-his own: 30 s in Kubernetes (terminationGracePeriodSeconds) and in Slurm (KillWait), 10 s in Docker
+many steps, or your evaluation, and a save fit into the 30 s. Since torch 2.12, torchrun
+--shutdown-timeout=120 (TORCH_ELASTIC_SHUTDOWN_TIMEOUT) grants more (but when a machine joins the
+job, or a rank has failed, it is always 30 s). Whoever sends SIGTERM to torchrun has a time of his
+own: 30 s in Kubernetes (terminationGracePeriodSeconds) and in Slurm (KillWait), 10 s in Docker
 (docker stop -t). Slurm can begin before its limit: launch/slurm.sbatch. In a container, only the
 first process gets SIGTERM: start torchrun there by exec. A rank that waits for a dead one in a
 collective call does not run its handler. What ends such a rank in time: leave_on_sigterm in
@@ -82,7 +82,8 @@ def flag_on_sigterm():
     """Return an Event that SIGTERM sets. Ask it with is_set(), after a step: not in the handler,
     which runs between any two instructions, when half of the weights may be updated."""
     asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    signal.signal(signal.SIGTERM,  # a second one, inside set(), would wait for its lock for ever
+                  lambda *_: (signal.signal(signal.SIGTERM, signal.SIG_IGN), asked.set()))
     # A process that is forked later, and that you end by terminate(), must obey it.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return asked

@@ -50,11 +50,11 @@ ways are wrong:
 To see memory without values in your own job, call torch.use_deterministic_algorithms(True) first,
 as this file does: torch then fills new memory with nan.
 
-torch compares the names with the model's, but not the shapes. A model in DistributedDataParallel
-(DDP) saves names with "module.": consume_prefix_in_state_dict_if_present(state, "module.") of
-torch.nn.modules.utils takes that off. An embedding and a head that are one tensor (tied) stay so if
-one call of fully_shard() takes both. Files of safetensors mostly have one of the two names: give
-state the other one, too.
+torch compares the names with the model's, but not all shapes: (30, 1) is spread over (30, 13). A
+model in DistributedDataParallel (DDP) saves names with "module.":
+consume_prefix_in_state_dict_if_present(state, "module.") of torch.nn.modules.utils takes that off.
+An embedding and a head that are one tensor (tied) stay so if one call of fully_shard() takes both.
+Files of safetensors mostly have one of the two names: give state the other one, too.
 """
 
 import gc

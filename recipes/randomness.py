@@ -11,8 +11,9 @@
 
 On one GPU, one torch.manual_seed() at the start is enough. With that alone, all ranks (processes)
 draw the same numbers: they drop the same units, and augment their images alike. Nothing fails, but
-there is less variety. So give each rank a seed of its own. Give each step one, too: then the
-random numbers follow from the step's number, and a snapshot need not hold anything else for them.
+there is less variety. So give each rank a seed of its own. Give each step one, too: then the random
+numbers of torch follow from the step's number, and a snapshot need hold nothing else for them.
+(Seed random and NumPy alike, if you use them. For other runs, take a SEED that is far away.)
 
     torchrun --standalone --nproc-per-node=2 recipes/randomness.py
 
@@ -36,10 +37,11 @@ recipes/tensor_parallel.py. For what must be alike on all ranks, say the share o
 torch.Generator().manual_seed(SEED + step).
 
 If you seed only once, the snapshot must hold the states of each rank's random number generators
-(RNG), not only those of rank 0: torch.get_rng_state(), random.getstate() and, for dropout on a GPU,
-torch.get_device_module().get_rng_state(). The workers take their seeds when an epoch starts (not if
-they persist): save at its end. To go on in its middle, let the dataset seed itself, by epoch and
-index of the item. Do so, too, with num_workers=0: there, items and dropout draw from one generator.
+(RNG), not only those of rank 0: torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+and, for dropout on a GPU, torch.get_device_module().get_rng_state(). The workers take their seeds
+when an epoch starts (not if they persist): save at its end. To go on in its middle, let the dataset
+seed itself, by epoch and index of the item. Do so, too, with num_workers=0: there, items and
+dropout draw from one generator.
 """
 
 import gc

@@ -8,9 +8,11 @@
 
 Each rank (process) loads its own share of every batch. batch_size is that of all ranks together:
 the global batch. Keep it when the number of ranks (world_size) changes. Then the number of steps
-done says what all ranks have seen, and any number of ranks can go on. If your dataset draws random
-numbers, say where to crop an image: SeededItems seeds them by epoch and item. So they depend
-neither on the ranks nor on the loader's workers.
+done says what all ranks have seen, and any number of ranks that divides it can go on. (With others,
+weigh the loss: see GlobalBatches.) If your dataset draws random numbers, say where to crop an
+image: SeededItems seeds them by epoch and item. So they depend neither on the ranks nor on the
+loader's workers. (With num_workers=0, as here, that seeds your model's dropout, too: seed it by the
+step and the rank.)
 
     torchrun --standalone --nproc-per-node=2 recipes/resume_mid_epoch.py
 

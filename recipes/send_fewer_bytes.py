@@ -28,7 +28,8 @@ steps whole here. "No error feedback" and "rank 0's weights" show two mistakes. 
 by default, adds what was not sent in one step to the gradient of the next. Without it, that part is
 lost. It costs memory. With local SGD, the ranks' weights differ between two averages. Average them
 on all ranks before you evaluate or save, and a BatchNorm's buffers, too. PostLocalSGDOptimizer in
-torch.distributed.optim averages after your optimizer's step, with a PeriodicModelAverager.
+torch.distributed.optim averages after your optimizer's step, with a PeriodicModelAverager; without
+no_sync() or the post_localSGD_hook, DDP goes on to send the gradients, too.
 
 The losses are those of a small example: compare your own, after equal steps and after equal
 minutes. Fewer bytes help only where training waits for the network. To see if it does, time steps

@@ -8,7 +8,7 @@
     fully_shard(model, mesh=mesh)
 
     for i, (inputs, targets) in enumerate(micro_batches):  # of one step
-        model.set_requires_all_reduce(i == len(micro_batches) - 1)  # across machines once a step
+        model.set_requires_all_reduce(i == len(micro_batches) - 1)  # if each uses all weights
         (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
 
 A mesh is a table of ranks (processes). torchrun numbers the ranks machine by machine, so each row
@@ -17,10 +17,13 @@ names. Along the last one, it gives each rank a shard, its part of each tensor. 
 all rows hold the same. This is HSDP, hybrid sharding. Start from the same weights on all ranks.
 
 Plain FSDP2 gathers the weights over all ranks, twice for each micro-batch, and most networks
-between machines are far slower than a machine's own links. With HSDP, only gradients cross. The
-price is memory: each machine holds everything that is trained. If that does not fit, use plain
-FSDP2, and pass reshard_after_forward=per_machine for each block. After the forward pass, each
-machine then keeps the weights, spread over its ranks, and backward() gathers them inside it.
+between machines are far slower than a machine's own links. With HSDP, only gradients cross, and
+those of all micro-batches together. (If a micro-batch leaves weights out, a layer or an expert,
+call model.set_reduce_scatter_unused_params(True), of torch 2.13; or leave that line out. Else
+gradients are lost, or added to another weight, without an error.) The price is memory: each machine
+holds everything that is trained. If that does not fit, use plain FSDP2, and pass
+reshard_after_forward=per_machine for each block. After the forward pass, each machine then keeps
+the weights, spread over its ranks, and backward() gathers them inside it.
 
     torchrun --standalone --nproc-per-node=4 recipes/shard_inside_machines.py
 

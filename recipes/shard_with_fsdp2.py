@@ -10,8 +10,9 @@ With DistributedDataParallel (DDP), each rank (process) holds everything. fully_
 sharded data parallel) takes the place of DDP(model): each rank holds a shard, its part of each
 tensor. All ranks gather a block's whole weights before it runs, and free them after. The training
 loop stays as with DDP: each rank takes rows of its own. The evaluation does not, nor does any
-method but forward(): see evaluate_with_shards.py. DDP sends rank 0's BatchNorm statistics (buffers)
-to all before each forward pass, FSDP2 never. So share them before you evaluate or save.
+method but forward(): see evaluate_with_shards.py. DDP sends rank 0's weights at the start, and its
+BatchNorm statistics (buffers) before each forward pass. FSDP2 sends neither: start from the same
+weights on all ranks, and share the buffers before you evaluate or save.
 
     torchrun --standalone --nproc-per-node=2 recipes/shard_with_fsdp2.py
 

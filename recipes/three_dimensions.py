@@ -22,12 +22,13 @@
     optimizer.step()
 
 A mesh is a table of ranks (processes), with a dimension for each way to split a training. Along
-"tp" (tensor parallel), each rank has a part of every large layer. Along "pp" (pipeline parallel),
-each has a stage: some of the layers. Along "dp" (data parallel), each takes other rows, and keeps a
-shard of the stage's weights, gradients and optimizer state (fully_shard, FSDP2). Start from the
-same weights on all ranks. keep_stage, plan_of, tied_weight and loss_fn are yours: below are those
-of a small GPT. Copy the rest: the norm over all stages (norm_of_model), a weight that the first and
-the last stage share (ends_of, add_up_tied), and layers that tp does not split (Whole).
+"tp" (tensor parallel), each rank has a part of every large layer; along "pp" (pipeline), a stage,
+some of the layers. Along "dp" (data parallel), each takes other rows, and keeps a shard of the
+stage's weights, gradients and optimizer state (FSDP2; within a step, it holds the stage's weights
+and gradients whole). Start from the same weights on all ranks. keep_stage, plan_of, tied_weight and
+loss_fn are yours: below are a small GPT's. Copy the rest: the norm over all stages (norm_of_model),
+a weight of the first and the last stage (ends_of, add_up_tied), layers that tp does not split
+(Whole).
 
     torchrun --standalone --nproc-per-node=8 recipes/three_dimensions.py
 
@@ -45,16 +46,15 @@ the last stage share (ends_of, add_up_tied), and layers that tp does not split (
 "Off by" compares with one process that takes the whole batch, in float64: loss and gradients of the
 first step, before clipping; the weights after 10 steps (2 for what is wrong). It is the worst
 tensor: the norm of the difference, divided by that of the gradient, or of the weight's way so far.
-The bytes that are sent: recipes/dry_run_1024_ranks.py and docs/which_parallelism.md, which also
-says how large to make each dimension.
+How large to make each dimension: docs/which_parallelism.md.
 
 The mistakes raise no error. All stages of a replica, with their tp groups, need the same rows:
 DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()), and the same random
 augmentation. Dropout that is seeded by rank breaks tp, too: see seed_of_group in
 recipes/tensor_parallel.py. All micro-batches, of all ranks and in all steps, need equally many rows
-(drop_last=True), and equally many targets that count. AdamW hides a wrong scale of the gradients: a
-wrong norm shows late. So compare a small model of yours with one process. The last stage alone has
-the losses, one for each micro-batch of its replica: average them over dp, too.
+(drop_last=True), and equally many targets that count. AdamW hides a wrong scale of the gradients.
+So compare a small model of yours with one process. The last stage alone has the losses, one for
+each micro-batch of its replica: average them over dp, too.
 
 Take many more micro-batches than stages. ScheduleInterleaved1F1B, with several stages on each rank,
 idles less. The zero-bubble schedules (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble) compute
@@ -143,7 +143,8 @@ def ends_of(mesh):
 def add_up_tied(tied, ends):
     """Right: the first and the last stage have a copy of the tied weight, and add up its gradients.
 
-    tied: tied_weight(model); ends: ends_of(mesh). Both copies must be trained, or both frozen.
+    tied: tied_weight(model); ends: ends_of(mesh). Train both copies, or none. Let tp split both
+    along one dimension: RowwiseParallel for an embedding, with ColwiseParallel for the head.
     """
     if ends is not None and tied is not None and tied.grad is not None:
         dist.all_reduce(tied.grad.to_local(), group=ends)

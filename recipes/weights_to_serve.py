@@ -11,9 +11,10 @@
 
 Those of the plain model, without its wrappers. DistributedDataParallel (DDP), torch.compile and
 AveragedModel each put a prefix in front of all names. AveragedModel keeps an average over the last
-steps (EMA). All ranks (processes) have the same weights after each step, and so the same average of
-them. Buffers differ: BatchNorm's running mean is that of the rank's own data. To validate the model
-that rank 0 saves, give all ranks its buffers first, as share_buffers does.
+steps (EMA). Keep the weights in float32: in bfloat16, most of such an average stands still. All
+ranks (processes) have the same weights after each step, and so the same average of them. Buffers
+differ: BatchNorm's running mean is that of the rank's own data. To validate the model that rank 0
+saves, give all ranks its buffers first, as share_buffers does.
 
     torchrun --standalone --nproc-per-node=2 recipes/weights_to_serve.py
 
@@ -75,7 +76,7 @@ def update_average(averaged, plain):
     # torch truncates the means of integers, so a table of indices drifts; and the mean of a mask's
     # -inf is nan. Copy these.
     for mean, latest in zip(averaged.module.buffers(), plain.buffers(), strict=True):
-        mean.copy_(torch.where(latest.isfinite(), mean, latest)
+        mean.copy_(torch.where(latest.isfinite() & mean.isfinite(), mean, latest)
                    if latest.is_floating_point() else latest)
 
 

@@ -435,13 +435,13 @@ def leaves(value, name=""):
 def leave_on_sigterm(timeout):
     """Return a function, asked_to_leave, that says whether any rank got SIGTERM, on all alike.
 
-    timeout: seconds, as in start. Call this before the first step; then asked_to_leave() in each
-    step, on all ranks (over the CPU, beside the work of a GPU). If it is true, save and return.
-    torchrun sends SIGTERM when it is stopped, when a machine joins, and when a rank failed; it
-    kills 30 s later. Without this, the steps since the last save are lost.
+    timeout: seconds, as in start. Call this before the first step; then asked_to_leave() in each,
+    on all ranks. If it is true, save and return. torchrun sends SIGTERM when it is stopped, a
+    machine joins, or a rank failed. Without this, the steps since the last save are lost.
     """
     asked, grace = threading.Event(), int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    signal.signal(signal.SIGTERM,  # a second one, inside set(), would wait for its lock for ever
+                  lambda *_: (signal.signal(signal.SIGTERM, signal.SIG_IGN), asked.set()))
     # Python runs that line only between two of its instructions: not while a collective waits for
     # a dead rank. The byte that the signal leaves in this pipe comes at once: such a rank ends
     # itself, after 20 s (it may wait for a slow save), and before torchrun kills.

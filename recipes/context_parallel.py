@@ -46,17 +46,17 @@ early ones: with one piece a rank (contiguous shares), the last would compute mo
 chunks, and give rank r the chunks r and 2 N - 1 - r (zig-zag shares). In the backward pass, K and V
 go around once more, and collect their gradients, which come from the losses of all ranks.
 
-Memory grows with the length, and not with its square. One process holds 9 tensors as large as q at
-once, forward and backward. A rank holds up to 22 as large as its own q (28 in bfloat16), as K, V
-and their gradients travel in copies. (A kernel's own buffers are not counted.) So two ranks save
-nothing, 4 ranks 41 % (above), and N ranks need 22 / (9 N) of it.
+One process holds 9 tensors as large as q at once, forward and backward. A rank holds up to 22 as
+large as its own q (28 in bfloat16), as K, V and their gradients travel in copies. (Without a
+kernel's own buffers.) So two ranks save nothing, 4 ranks 41 % (above), and N ranks need 22 / (9 N)
+of it.
 
 The wrong ways raise no error. All ranks that share a sequence must load the same one. Masks, rotary
 and other position embeddings go by the positions in the whole sequence (their table needs up to 2 N
-- 1 more rows). Shift the targets before the cut, as deal_out() does: the last token of a chunk
-predicts the first of the next, mostly another rank's. Ranks with different numbers of targets (a
-prompt has none) must not average their means. Call backward() outside of autocast. Packed documents
-see each other here.
+more rows). Shift the targets before the cut, as deal_out() does: the last token of a chunk predicts
+the first of the next, mostly another rank's. Ranks with different numbers of targets (a prompt has
+none) must not average their means. Call backward() outside of autocast. Packed documents see each
+other here.
 
 To deal each sequence out over a few ranks, give deal_out() and ring_attention() their group, and
 DistributedSampler the groups' number and this one's. DDP and counted stay with all ranks.

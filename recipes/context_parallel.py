@@ -48,15 +48,14 @@ go around once more, and collect their gradients, which come from the losses of 
 
 One process holds 9 tensors as large as q at once, forward and backward. A rank holds up to 22 as
 large as its own q (28 in bfloat16), as K, V and their gradients travel in copies. (Without a
-kernel's own buffers.) So two ranks save nothing, 4 ranks 41 % (above), and N ranks need 22 / (9 N)
-of it.
+kernel's own buffers.) So two ranks save nothing, 4 ranks 41 %, and N ranks need 22 / (9 N) of it.
 
 The wrong ways raise no error. All ranks that share a sequence must load the same one. Masks, rotary
 and other position embeddings go by the positions in the whole sequence (their table needs up to 2 N
 more rows). Shift the targets before the cut, as deal_out() does: the last token of a chunk predicts
 the first of the next, mostly another rank's. Ranks with different numbers of targets (a prompt has
 none) must not average their means. Call backward() outside of autocast. Packed documents see each
-other here.
+other.
 
 To deal each sequence out over a few ranks, give deal_out() and ring_attention() their group, and
 DistributedSampler the groups' number and this one's. DDP and counted stay with all ranks.

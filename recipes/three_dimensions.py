@@ -53,8 +53,7 @@ DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()), and 
 augmentation. Dropout that is seeded by rank breaks tp, too: see seed_of_group in
 recipes/tensor_parallel.py. All micro-batches, of all ranks and in all steps, need equally many rows
 (drop_last=True), and equally many targets that count. AdamW hides a wrong scale of the gradients.
-The last stage alone has the losses, one for each micro-batch of its replica: average them over dp,
-too.
+The last stage has the losses, one for each micro-batch of its replica: average them over dp, too.
 
 Take many more micro-batches than stages. ScheduleInterleaved1F1B, with several stages on each rank,
 idles less. The zero-bubble schedules (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble) compute

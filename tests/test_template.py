@@ -33,6 +33,8 @@ from support import (
     PYTHON,
     ROOT,
     digest,
+    end,
+    family,
     files,
     fork,
     fork_each,
@@ -47,6 +49,7 @@ from support import (
     start,
     tensors,
     variant,
+    wait_until,
 )
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -857,3 +860,19 @@ def test_a_stream_goes_on_after_any_number_of_batches(workers):
         loader = DataLoader(Stream(done), batch_size=None, num_workers=workers,
                             multiprocessing_context="fork" if workers else None)
         assert [*loader] == [[1, place] for place in range(done, 9)]
+
+
+def test_a_rank_ends_with_its_torchrun(tmp_path):
+    """Also if torchrun is killed by SIGKILL, and can tell nobody."""
+    rank = "import survive, time; survive.start(); print('started', flush=True); time.sleep(600)"
+    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with free_port() as port:
+        job = start(PYTHON, "-c", torchrun, cwd=ROOT / "template", env={
+            "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "test"})
+        try:
+            assert any("started" in line for line in iter(job.stdout.readline, ""))
+            job.kill()
+            wait_until(lambda: not family(job), "the rank ends")
+        finally:
+            end(job)

@@ -233,7 +233,7 @@ def share_of_steps(steps, count, args):
 def order_of(epoch, count):
     """Your sampler: the items of an epoch, alike on all ranks, so drawn from seed and epoch."""
     generator = torch.Generator().manual_seed(SEED + epoch)
-    # Weighted, given a tensor of weights as count: torch.multinomial(count, len(count), True, ...)
+    # Weighted, by a global: return torch.multinomial(weights, count, True, generator=generator)
     return torch.randperm(count, generator=generator)
 
 

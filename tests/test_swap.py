@@ -290,12 +290,12 @@ def test_the_template(tmp_path, whole, world_size, plan):
     assert (tmp_path / "snapshot.csv").read_text() == (folder / "snapshot.csv").read_text()
 
 
-COMMENT = "# Weighted, by a global: return torch.multinomial(weights, "
+WEIGHTED, COMMENT = "# Weighted, by a global: ", "return torch.multinomial(weights, "
 
 
 def test_weighted_sampling_in_the_template(tmp_path):
     """As its comment says. An item that comes twice in an epoch is augmented in two ways."""
-    weigh = {COMMENT: COMMENT.replace("# Weighted, by a global: ", "weights = torch.arange(count) + 0.1\n    ")}
+    weigh = {WEIGHTED + COMMENT: f"weights = torch.arange(count) + 0.1\n    {COMMENT}"}
     runs = []
     for name, plan in ("whole", []), ("killed", ["step 8 of rank 0"]):
         (tmp_path / name).mkdir()

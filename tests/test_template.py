@@ -158,6 +158,14 @@ def test_what_is_printed_is_what_was_done(whole, alone, survive):
     state = load(folder)
     parts = {name: state[name] for name in ("model", "averaged")}
     assert digest(result) == survive.compare(**parts)
+    assert not re.search(r"^\[rank .*\n\n", result.output, re.MULTILINE), "empty lines"
+
+
+def test_a_checksum_sees_each_bit(alone, survive):
+    one = torch.linspace(0, 1, 10_000)
+    other = one.clone()
+    other[5000] += 1e-7
+    assert survive.compare(x=one) == survive.compare(x=one.clone()) != survive.compare(x=other)
 
 
 def strike(number, attempt):

@@ -131,11 +131,11 @@ def train(device, args):
         step += 1
         batch = [next(micro_batches) for _ in range(args.accumulate)]
         survive.seed(SEED, step, rank)  # other dropout masks in each step and on each rank
+        model.train()  # for you who validate the model itself, which calls eval()
         loss = add_up_gradients(model, batch, step, args)
         dist.all_reduce(loss)  # the sum over the ranks: what is saved must be alike on all
         losses += torch.stack([loss, torch.ones_like(loss)])
-        # Every rank has the same gradients now, so the same norm. An inf or nan must not reach the
-        # weights. (To leave out such a step, or with a GradScaler: recipes/clip_and_scale.py.)
+        # Alike on all ranks. An inf or nan must not reach the weights: recipes/clip_and_scale.py.
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=True)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()

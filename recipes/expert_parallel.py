@@ -178,9 +178,9 @@ def clip_with_experts(model, experts, max_norm, group=None):
     """
     rest = [p for p in model.parameters() if p not in set(experts)]
     norms = [get_total_norm([p.grad for p in part if p.grad is not None])
-             for part in (experts, rest)]
+             .to(next(model.parameters()).device) for part in (experts, rest)]
     others = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
-    square = norms[0].to(others) ** 2  # of frozen experts, it is a 0 on the CPU
+    square = norms[0].to(others) ** 2  # of frozen experts, it is a 0 in float32
     dist.all_reduce(square, group=group)  # each rank has other experts: add up
     norm = (square + others**2).sqrt()  # the rest once
     for part in (experts, rest):  # tensors and DTensors apart

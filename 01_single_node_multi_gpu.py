@@ -154,10 +154,10 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered((sha256.hexdigest()[:12], *dict(model.named_parameters())))  # and order
+    digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
-        raise RuntimeError(f"the replicas differ: {[its[0] for its in digests]} (alike: in order)")
-    return digests[0][0]
+        raise RuntimeError(f"the replicas differ: {digests}")
+    return digests[0]
 
 
 # For the lesson only. With a model of your own, delete this and its call: dropout fails it.

@@ -229,10 +229,10 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered((sha256.hexdigest()[:12], *dict(model.named_parameters())))  # and order
+    digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
-        raise RuntimeError(f"the replicas differ: {[its[0] for its in digests]} (alike: in order)")
-    return digests[0][0]
+        raise RuntimeError(f"the replicas differ: {digests}")
+    return digests[0]
 
 
 # ---- The lesson ends here. Below: the model, the data, and what each script needs. ----

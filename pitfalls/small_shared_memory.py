@@ -18,7 +18,6 @@ Cure: docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with me
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -45,18 +44,18 @@ def main(cure):
     size = fixed() if cure else broken()
     mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec " + '"$@"'
     for rights in ([], ["--map-root-user"]):
-        unshare = [shutil.which("unshare") or "unshare", *rights, "--mount", "sh", "-c", mount, "-"]
+        unshare = ["unshare", *rights, "--mount", "sh", "-c", mount, "-"]
         if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode == 0:
             break
     else:
-        raise SystemExit("this machine lets you make no mounts: try it as root, outside containers")
+        raise SystemExit("this user cannot mount a disk here: try it as root, outside a container")
     job = subprocess.run([*unshare, sys.executable, *sys.argv], check=False, capture_output=True,
                          text=True, env=os.environ | {"INSIDE": "1"})
     said = re.findall("unable to allocate shared memory.*|DataLoader timed out.*", job.stderr)
     if cure != (job.stdout == "64 batches\n") or cure == bool(said):
         raise RuntimeError(job.stdout + job.stderr)
-    print(f"cured: with {size}, {job.stdout.strip()} have come" if cure else
-          "\n".join(f"symptom: {line}" for line in {said[0]: 0, said[-1]: 0}))
+    print(f"cured: with {size}, {job.stdout.strip()} have come" if cure
+          else f"symptom: {said[0]}\nsymptom: {said[-1]}")
 
 
 if __name__ == "__main__":

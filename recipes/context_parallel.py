@@ -47,7 +47,7 @@ chunks, and give rank r the chunks r and 2 N - 1 - r (zig-zag shares). In the ba
 go around once more, and collect their gradients, which come from the losses of all ranks.
 
 One process holds 9 tensors as large as q at once, forward and backward. A rank holds up to 22 as
-large as its own q (28 in bfloat16), as K, V and their gradients travel in copies. (Without a
+large as its own q (more in bfloat16), as K, V and their gradients travel in copies. (Without a
 kernel's own buffers.) So two ranks save nothing, 4 ranks 41 %, and N ranks need 22 / (9 N) of it.
 
 The wrong ways raise no error. All ranks that share a sequence must load the same one. Masks, rotary

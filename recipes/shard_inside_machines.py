@@ -8,7 +8,7 @@
     fully_shard(model, mesh=mesh)
 
     for i, (inputs, targets) in enumerate(micro_batches):  # of one step
-        model.set_requires_all_reduce(i == len(micro_batches) - 1)  # if each uses all weights
+        model.set_requires_all_reduce(i == len(micro_batches) - 1)  # once, if each uses all weights
         (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
 
 A mesh is a table of ranks (processes). torchrun numbers the ranks machine by machine, so each row

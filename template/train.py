@@ -131,7 +131,7 @@ def train(device, args):
         step += 1
         batch = [next(micro_batches) for _ in range(args.accumulate)]
         survive.seed(SEED, step, rank)  # other dropout masks in each step and on each rank
-        model.train()  # for you who validate the model itself, which calls eval()
+        model.train()  # in case you validate this model, and not its average
         loss = add_up_gradients(model, batch, step, args)
         dist.all_reduce(loss)  # the sum over the ranks: what is saved must be alike on all
         losses += torch.stack([loss, torch.ones_like(loss)])
@@ -254,7 +254,7 @@ class SeededItems(Dataset):
 
 def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
-    # fork: another start imports torch anew in each worker. timeout: a batch may not arrive at all.
+    # fork: another start imports torch anew in each worker. timeout: a batch may get lost.
     return DataLoader(
         SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=600 * bool(WORKERS),
         collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn

@@ -93,21 +93,6 @@ def test_replicas_that_differ_are_not_saved(tmp_path, mnist_dir):
     assert files(tmp_path / "run") == []
 
 
-SET = "        self.layers = nn.Sequential(\n"  # as of a set, whose order is each process's own
-
-
-def test_layers_in_another_order_are_not_saved(tmp_path, mnist_dir):
-    """DDP gives rank 1's first the weights of rank 0's first: equal by order, not by name."""
-    heads = ("        self.heads = nn.ModuleDict({name: nn.Linear(9, 9) for name in"
-             f" sorted('ab', reverse=dist.get_rank() == 1)}})\n{SET}")
-    used = {"return self.layers(": "return sum(h(h.weight).sum() for h in self.heads.values()) +"
-            " self.layers("}
-    wrong = variant(tmp_path, SCRIPT, {SET: heads} | used)
-    result = train(tmp_path / "run", 1, 1, "--data-dir", mnist_dir, script=wrong)
-    assert re.search(r"the replicas differ: \['(\w+)', '\1'\] \(alike: in order", result.output)
-    assert result.status == 1 and files(tmp_path / "run") == []
-
-
 # ---- The snapshot ----
 
 

@@ -92,6 +92,8 @@ def show(call, folder, **options):
     else:
         result = fork(f"pitfalls/{name}.py", *flags, cwd=folder, before=fork_the_workers,
                       timeout=120)
+    if name == "small_shared_memory" and "cannot mount" in result.output:
+        pytest.skip(result.output)
     assert result.status == 0, result.output
     assert not list(folder.iterdir()), "files left in the reader's folder"
     return [re.sub(r"^\[rank \d/\d\] (?!wait)", "", line) for line in result.output.splitlines()]

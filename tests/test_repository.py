@@ -139,6 +139,8 @@ def compare_with_transcript(command, result, request):
 @pytest.mark.parametrize("command", sorted(RUN - {MAIN_JOB}))
 def test_a_command_that_is_shown(tmp_path, command, request):
     result = run_command(command, tmp_path)
+    if "small_shared_memory" in command and "cannot mount" in result.output:
+        pytest.skip(result.output)
     assert result.status == 0, result.output
     # torch can abort at the interpreter's end, which is a symptom of one pitfall.
     assert "terminate called" not in result.output or "symptom: " in result.output
@@ -207,7 +209,8 @@ def test_functions_of_one_name_have_one_text():
     for path in [*RECIPES, ROOT / "launch/check_machines.py"]:
         for name, text in functions(path).items():
             recipes[name].add(text)
-    assert recipes["gathered"] <= lessons["gathered"]
+    for name in ("gathered", "pick_device"):  # of check_machines.py, too
+        assert recipes[name] <= lessons[name], f"another {name}"
     assert len(recipes["log"] - lessons["log"]) == 1, "recipes have different short forms of log"
 
 

@@ -30,9 +30,11 @@ def trial():
                "gather into a new tensor")
         expect(torch.equal(theirs, factors[rank]), "the gradient of the result was changed",
                "all_reduce works in place: give it a tensor of your own")
-    sent, most = backward.bytes_sent(), round(2 * (world_size - 1) / world_size * result.nbytes)
-    expect(sent <= most, f"backward() sent {sent} bytes; an all_reduce of the result's shape sends"
-           f" {most}", "a rank needs the gradients of its own rows only")
+        sent, most = backward.bytes_sent(), round(2 * (world_size - 1) / world_size * result.nbytes)
+        expect(min(sent, forward.bytes_sent()) > 0, "nothing was sent to another rank",
+               "each way, a rank sends: its rows forward, and gradients backward")
+        expect(sent <= most, f"backward() sent {sent} bytes; an all_reduce of the result's shape"
+               f" sends {most}", "a rank needs the gradients of its own rows only")
     off = contrast(rank, world_size)
     return (f"gradients off by {off:.0e}; {forward.bytes_sent()} bytes sent forward, {sent}"
             f" backward, for {mine.nbytes} bytes of rows")

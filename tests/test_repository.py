@@ -45,7 +45,7 @@ NOT_RUN = {
     "python tests/(fault_campaign.py --rounds 100|departures.py --rounds 20)":
         "takes half an hour; test_faults.py and test_lab.py play some of it",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
-    r"python exercises/\w+.py": "test_exercises.py runs it, with other functions",
+    r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pictures.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup|collectives).py":

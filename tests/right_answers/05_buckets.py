@@ -82,6 +82,12 @@ def average_gradients(model, bucket_bytes):
 
 
 # ---- from the last, the large one ends the bucket ----
+def exchange(bucket):
+    flat = torch.cat([p.grad.flatten() for p in bucket])
+    dist.all_reduce(flat)
+    put_back(bucket, flat / dist.get_world_size())
+
+
 def average_gradients(model, bucket_bytes):
     open_ = {}
     for p in reversed([p for p in model.parameters() if p.grad is not None]):

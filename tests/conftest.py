@@ -21,7 +21,8 @@ for name in list(os.environ):
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 import pytest
-from support import PYTHON, make_digits, run, write_digits
+from digits import make_digits, write_digits
+from started import PYTHON, run
 
 
 def pytest_addoption(parser):

@@ -23,8 +23,10 @@ import tempfile
 import time
 
 import torch
+from digits import difference, write_digits
+from forked import variant
 from lab import Lab
-from support import difference, family, variant, wait_until, write_digits
+from started import family, wait_until
 
 NODES = "node1", "node2", "node3"
 TEMPLATE, LESSON = "template/train.py", "03_multinode.py"

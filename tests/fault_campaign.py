@@ -31,18 +31,9 @@ import zipfile
 from dataclasses import asdict, dataclass
 
 import torch
-from support import (
-    ROOT,
-    TORCHRUN,
-    assert_nothing_left,
-    end,
-    family,
-    fork_ranks,
-    start,
-    tensors,
-    wait_until,
-    write_digits,
-)
+from digits import tensors, write_digits
+from forked import fork_ranks
+from started import ROOT, TORCHRUN, assert_nothing_left, end, family, start, wait_until
 
 SCRIPTS = {
     "02": "02_torchrun_elastic.py",

@@ -8,7 +8,7 @@ import time
 import uuid
 
 import pytest
-from support import ACTIVE, ROOT, Result, end, start
+from started import ACTIVE, ROOT, Result, end, start
 
 LAB = ROOT / "launch/lab"
 

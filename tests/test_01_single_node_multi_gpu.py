@@ -6,20 +6,8 @@ import signal
 
 import pytest
 import torch
-from support import (
-    PYTHON,
-    ROOT,
-    assert_nothing_left,
-    end,
-    family,
-    files,
-    fork,
-    fork_workers,
-    read_until,
-    run,
-    start,
-    variant,
-)
+from forked import fork, fork_workers, variant
+from started import PYTHON, ROOT, assert_nothing_left, end, family, files, read_until, run, start
 
 SCRIPT = "01_single_node_multi_gpu.py"
 

@@ -12,18 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from snapshots import pickle_in_an_archive, plain_pickle
-from support import (
-    ROOT,
-    come_late,
-    difference,
-    files,
-    fork,
-    fork_ranks,
-    limit_file_size,
-    load,
-    variant,
-)
+from digits import difference, load, pickle_in_an_archive, plain_pickle
+from forked import come_late, fork, fork_ranks, limit_file_size, variant
+from started import ROOT, files
 
 SCRIPT = "02_torchrun_elastic.py"
 LESSONS = (SCRIPT, "03_multinode.py")

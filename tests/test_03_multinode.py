@@ -8,19 +8,9 @@ import os
 import re
 
 import pytest
-from snapshots import pickle_in_an_archive
-from support import (
-    difference,
-    digest,
-    files,
-    fork,
-    fork_each,
-    fork_ranks,
-    free_port,
-    load,
-    machine,
-    play_machine,
-)
+from digits import difference, digest, load, pickle_in_an_archive
+from forked import fork, fork_ranks, machine, play_machine
+from started import files, free_port
 
 SCRIPT = "03_multinode.py"
 
@@ -119,7 +109,7 @@ def test_started_by_hand(tmp_path, mnist_dir):
     with free_port() as port:
         environments = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in (0, 1)]
-        result = fork_each(SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path,
+        result = fork(SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path,
                            environments=environments)
     assert result.status == 0, result.output
     assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")

@@ -13,7 +13,8 @@ import pytest
 import shown
 import torch
 import torch.distributed as dist
-from support import ROOT, fork, fork_ranks, fork_workers, pretend_one_gpu
+from forked import fork, fork_ranks, fork_workers, pretend_one_gpu
+from started import ROOT
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = "04_collectives.py"

@@ -10,7 +10,8 @@ import pytest
 import shown
 import torch
 import torch.distributed as dist
-from support import ROOT, fork, fork_ranks, numbers, pretend_gpus, variant
+from forked import fork, fork_ranks, numbers, pretend_gpus, variant
+from started import ROOT
 
 SCRIPT = "06_model_parallel_ddp.py"
 

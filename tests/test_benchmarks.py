@@ -13,7 +13,7 @@ import sys
 from statistics import median
 
 import pytest
-from support import PYTHON, ROOT, run
+from started import PYTHON, ROOT, run
 
 FOLDER = ROOT / "benchmarks"
 SMALLEST = {

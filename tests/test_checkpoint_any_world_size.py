@@ -6,7 +6,8 @@ What it shows, and that it can fail: test_recipes.py.
 import random
 
 import pytest
-from support import ROOT, fork_ranks, numbers, variant
+from forked import fork_ranks, numbers, variant
+from started import ROOT
 
 RECIPE = "recipes/checkpoint_any_world_size.py"
 

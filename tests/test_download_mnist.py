@@ -7,7 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support import ROOT, fork, forkserver, limit_file_size, run_script
+from forked import fork, forkserver, limit_file_size, run_script
+from started import ROOT
 
 SCRIPT = "download_mnist.py"
 NAMES = [f"{split}-{kind}-ubyte" for split in ("train", "t10k")

@@ -9,9 +9,10 @@ import re
 import shutil
 import sys
 
+import forked  # noqa: F401 its forkserver has torch loaded
 import pytest
 import shown
-from support import PYTHON, ROOT, run  # the forkserver has torch loaded
+from started import PYTHON, ROOT, run
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checker

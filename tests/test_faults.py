@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fault_campaign import DESIGN, play
+from forked import fork, fork_ranks
 from lab import Lab
-from support import PYTHON, ROOT, TORCHRUN, family, fork, fork_ranks, listening, run, wait_until
+from started import PYTHON, ROOT, TORCHRUN, family, listening, run, wait_until
 
 ONE, SCRIPT = "01_single_node_multi_gpu.py", "02_torchrun_elastic.py"
 TEMPLATE, SURVIVE = "template/train.py", "template/survive.py"

@@ -13,7 +13,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, digest, fork_ranks, fork_workers, idx, variant
+from digits import digest, idx
+from forked import fork_ranks, fork_workers, variant
+from started import ROOT
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import shown
 import torch
-from support import (
+from started import (
     ACTIVE,
     PYTHON,
     ROOT,

@@ -14,7 +14,7 @@ import pytest
 import shown
 from lab import LAB, Job, Lab
 from shown import masked
-from support import ROOT, end, run, start, wait_until
+from started import ROOT, end, run, start, wait_until
 
 pytestmark = pytest.mark.long
 SCRIPT = ROOT / "template/train.py"

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from support import ROOT
+from started import ROOT
 
 LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*_*.py"))}
 # {lesson: lines and words at most}

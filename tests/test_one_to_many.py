@@ -8,7 +8,8 @@ import pytest
 import shown
 import torch
 from conftest import VISIBLE, machine_with_gpus
-from support import ACTIVE, PYTHON, ROOT, TORCHRUN, fork, fork_ranks, pretend_gpus, run, variant
+from forked import fork, fork_ranks, pretend_gpus, variant
+from started import ACTIVE, PYTHON, ROOT, TORCHRUN, run
 
 ONE, MANY = "docs/one_process.py", "docs/many_processes.py"
 SAMPLER = {

@@ -10,7 +10,8 @@ import shown
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from support import PYTHON, TORCHRUN, forkserver, free_port, run
+from forked import forkserver
+from started import PYTHON, TORCHRUN, free_port, run
 
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
 NCCL = pathlib.Path(torch.__file__).parent.parent / "nvidia/nccl/lib/libnccl.so.2"

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import ROOT, come_late, fork, fork_ranks, variant, wait_before_forks
+from forked import come_late, fork, fork_ranks, variant, wait_before_forks
+from started import ROOT
 
 TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py"))}
 # These take minutes: test_repository.py runs them all, and there are shorter ways below.

@@ -14,7 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, fork_ranks, fork_workers, pretend_gpus, pretended
+from forked import fork_ranks, fork_workers, pretend_gpus, pretended
+from started import ROOT
 
 MANY = "docs/many_processes.py"
 

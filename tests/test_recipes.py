@@ -7,7 +7,8 @@ import ast
 import re
 
 import pytest
-from support import PYTHON, ROOT, fork, fork_ranks, run, variant, wait_before_forks
+from forked import fork, fork_ranks, variant, wait_before_forks
+from started import PYTHON, ROOT, run
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
 # They take long. In plain pytest, their answers are tested, pasted into a script.

@@ -6,7 +6,8 @@ What both show, and that they can fail: test_recipes.py.
 import runpy
 
 import pytest
-from support import ROOT, TORCHRUN, fork, numbers, run, variant, wait_before_forks
+from forked import fork, numbers, variant, wait_before_forks
+from started import ROOT, TORCHRUN, run
 
 # ---- who_is_missing ----
 

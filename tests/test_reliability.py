@@ -1,7 +1,7 @@
 """Many real launches: torch's own faults at exit and at a restart show in some runs only."""
 
 import pytest
-from support import PYTHON, ROOT, TORCHRUN, run
+from started import PYTHON, ROOT, TORCHRUN, run
 
 pytestmark = pytest.mark.long
 

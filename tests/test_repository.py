@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 import shown
 from shown import masked
-from support import ACTIVE, ROOT, run
+from started import ACTIVE, ROOT, run
 
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))

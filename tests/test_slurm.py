@@ -13,8 +13,9 @@ from functools import partial
 import pytest
 import shown
 import torch
+from forked import fork_ranks
 from lab import Lab
-from support import PYTHON, ROOT, end, fork_ranks, run, start, wait_until
+from started import PYTHON, ROOT, end, run, start, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
 CONFIGURATION = """

@@ -26,31 +26,18 @@ import pytest
 import shown
 import torch
 import torch.distributed as dist
-from lab import Lab
-from snapshots import flipped_byte, pickle_in_an_archive
-from support import (
-    ACTIVE,
-    PYTHON,
-    ROOT,
-    digest,
-    end,
-    family,
-    files,
+from digits import digest, flipped_byte, load, pickle_in_an_archive, tensors
+from forked import (
     fork,
-    fork_each,
     fork_ranks,
-    free_port,
     limit_file_size,
-    load,
     machine,
     play_machine,
     pretend_one_gpu,
-    run,
-    start,
-    tensors,
     variant,
-    wait_until,
 )
+from lab import Lab
+from started import ACTIVE, PYTHON, ROOT, end, family, files, free_port, run, start, wait_until
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -701,7 +688,7 @@ def by_hand():
 
 
 def test_started_by_hand(tmp_path, by_hand):
-    result = fork_each(SCRIPT, 2, 1, *SMALL, cwd=tmp_path, environments=by_hand(2))
+    result = fork(SCRIPT, 2, 1, *SMALL, cwd=tmp_path, environments=by_hand(2))
     assert result.status == 0, result.output
     assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")
     assert "note: " not in result.output
@@ -710,7 +697,7 @@ def test_started_by_hand(tmp_path, by_hand):
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_rank_that_never_comes_is_named(tmp_path, by_hand, missing):
     waiting = [variables for rank, variables in enumerate(by_hand(3)) if rank != missing]
-    result = fork_each(SCRIPT, "--timeout", 3, cwd=tmp_path, environments=waiting)
+    result = fork(SCRIPT, "--timeout", 3, cwd=tmp_path, environments=waiting)
     assert result.status == 1
     named, gone = "rank 2 did not come", "look for an error of rank 0 on 127.0.0.1, or run launch/"
     lines = [line for line in result.output.splitlines() if ": error: " in line]

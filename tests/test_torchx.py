@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import shown
-from support import ACTIVE, ROOT, run
+from started import ACTIVE, ROOT, run
 
 pytestmark = pytest.mark.long
 

@@ -26,7 +26,6 @@ SMALLEST = {
     "recovery": ["--rounds=1", "--megabytes", 0.1, 1],
     "startup": ["--rounds=1", "--only", "01", "02"],
 }
-SIZES = 16_000, 125_000, 1_000_000  # bytes in an all-reduce of network.py
 RESULTS = {path: json.loads(path.read_text()) for path in sorted(FOLDER.glob("results/*.json"))}
 PAGE = (FOLDER / "README.md").read_text()
 
@@ -40,32 +39,27 @@ def benchmark(monkeypatch):
         del sys.modules[name]
 
 
-def test_ratios_are_those_of_each_round(benchmark):
-    paired = benchmark("parts.common").paired
-    # The machine was ten times slower in the second round: the ratio of that round still counts.
-    assert paired([20, 3, 15], [10, 1, 10]) == [2, 1.5, 3]
-    with pytest.raises(ValueError):
-        paired([1, 2], [1])
-
-
-def test_sides_take_turns_and_the_first_turn_does_not_count(benchmark):
-    turns = []
+def test_sides_take_turns_and_ratios_are_those_of_each_round(benchmark):
+    """The first turn does not count."""
+    common, turns = benchmark("parts.common"), []
     sides = {name: lambda name=name: turns.append(name) or len(turns) for name in "abc"}
-    found = benchmark("parts.common").alternate(sides, 20)
+    found = common.alternate(sides, 20)
     rounds = {"".join(turns[i : i + 3]) for i in range(0, 63, 3)}
     assert len(turns) == 63 and len(rounds) > 3 and {"".join(sorted(r)) for r in rounds} == {"abc"}
     assert sorted(n for numbers in found.values() for n in numbers) == list(range(4, 64))
     assert all(turns[number - 1] == name for name in "abc" for number in found[name])
+    # The machine was ten times slower in the second round: the ratio of that round still counts.
+    assert common.paired([20, 3, 15], [10, 1, 10]) == [2, 1.5, 3]
 
 
 def test_network_finds_the_latency_and_bandwidth_that_were_put_in(benchmark):
     def ms(count, size):  # 0.5 ms for each message, and 25,000 bytes a ms: 200 Mbit/s
         return 2 * (count - 1) * 0.5 + 2 * (count - 1) / count * size / 25_000
 
+    network = benchmark("network")
     growth = {str(count): {"ms": {f"all-reduce of {size} bytes": [ms(count, size)]
-                                  for size in SIZES}} for count in (1, 2, 4, 8)}
-    assert benchmark("network").SIZES == SIZES
-    assert benchmark("network").fit(growth) == pytest.approx((0.5, 25_000))
+                                  for size in network.SIZES}} for count in (1, 2, 4, 8)}
+    assert network.fit(growth) == pytest.approx((0.5, 25_000))
 
 
 def nine_digits(tables):
@@ -148,7 +142,7 @@ def network_rows(result):
     for machines, to_group, joining, traffic, *step, efficiency, _ in table_of("machines at"):
         ring, ms = "-", result["figures"]["growth"][str(machines)]["ms"]
         if "ring of 04" in ms:
-            of_gloo = ms[f"all-reduce of {SIZES[-1]} bytes"]
+            of_gloo = ms["all-reduce of 1000000 bytes"]
             ring = spread([a / b for a, b in zip(ms["ring of 04"], of_gloo, strict=True)], 1)
         yield (f"| {machines} | {to_group:.1f} | {joining:.2f} | {traffic:.0f} |"
                f" {ranged(*step)} | {efficiency:.2f} | {ring} |")
@@ -172,37 +166,11 @@ def test_a_benchmark_runs(tmp_path, name):
     assert result.status == 0, result.output
     found = json.loads((tmp_path / f"{name}-cpu.json").read_text())
     assert json.dumps(found) in result.output.splitlines()
-    assert found["machine"]["torch"] in result.output
     for table in found["tables"]:
         assert table["title"] in result.output and table["rows"], table
-    numbers = [cell for table in found["tables"] for row in table["rows"] for cell in row
-               if isinstance(cell, float)]
-    assert len(numbers) > 3 and all(map(math.isfinite, numbers)) and median(numbers) > 0
+        assert all(math.isfinite(cell) for row in table["rows"] for cell in row
+                   if isinstance(cell, float)), table
     if "no picture" in result.output:
         pytest.skip("matplotlib is not installed: pip install -r requirements-dev.txt")
     drawn = sorted(tmp_path.glob("*.svg"))
     assert drawn and all(picture.stat().st_size > 5000 for picture in drawn)
-
-
-@pytest.mark.long
-def test_bad_calls_measure_nothing(tmp_path):
-    for name, words, message in (
-        ("startup", ["--rounds", 0], "must be a whole number from 1 up, not '0'"),
-        ("throughput", ["--batch-sizes", 1], "from 2 (an image for each rank) to 8192 (--images)"),
-        ("scaling", ["--batch-size", 2], "--batch-size: 4 or more, an image for each rank"),
-        ("recovery", ["--folder", "missing"], "cannot write in missing: give another --folder"),
-    ):
-        result = run(PYTHON, FOLDER / f"{name}.py", *words, cwd=tmp_path)
-        assert result.status == 2 and message in result.output.splitlines()[-1], result.output
-        assert "Traceback" not in result.output
-
-
-@pytest.mark.long
-def test_without_matplotlib_a_benchmark_still_measures(tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('No module named matplotlib')\n")
-    command = [PYTHON, FOLDER / "scaling.py", "--rounds=1", "--ranks", 1, "--batch-size=32",
-               "--steps=4", "--results-dir", tmp_path]
-    result = run(*command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
-    assert result.status == 0, result.output
-    assert "no picture: No module named matplotlib; pip install" in result.output
-    assert [path.name for path in tmp_path.glob("scaling*")] == ["scaling-cpu.json"]

@@ -3,16 +3,12 @@
 import functools
 import os
 import re
-import runpy
 import socket
-import sys
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from forked import fork, fork_ranks, machine, play_machine, pretend_gpus, variant
-from started import ROOT, files, free_port
+from started import files, free_port
 
 SCRIPT = "launch/check_machines.py"
 
@@ -68,23 +64,6 @@ def test_names_the_ranks_that_do_not_come(tmp_path, store_of_rank_0):
     assert_error(result, "error: rank 1, rank 3 did not come within 3 s")
 
 
-def first_attempt_fails_second_has_one_rank():
-    def init_process_group(*_, **__):  # after the roll call
-        sys.exit(3 if os.environ["RANK"] == "1" else time.sleep(60))
-
-    dist.init_process_group = init_process_group
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["RANK"] == "1":
-        os._exit(0)
-
-
-@pytest.mark.long
-def test_a_restart_does_not_read_what_the_first_attempt_has_left(tmp_path):
-    before = (first_attempt_fails_second_has_one_rank,)
-    result = check(tmp_path, "--timeout", 4, world_size=2, before=before, max_restarts=1)
-    assert result.attempts == 2
-    assert_error(result, "rank 1 did not come within 4 s")
-
-
 def on_node2(change, *arguments):
     if machine() == 2:
         change(*arguments)
@@ -129,40 +108,20 @@ def test_names_the_fault(tmp_path, fault, message):
     assert_error(check(tmp_path, before=before, world_size=2), message)
 
 
-def test_refuses_a_name_that_means_another_machine_elsewhere(monkeypatch):
-    """The name that torchrun gives the others: "localhost", if /etc/hosts has that in front."""
-    script = runpy.run_path(str(ROOT / SCRIPT))
-    addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2", "localhost": "127.0.0.1"}
-    monkeypatch.setattr(socket, "getaddrinfo",
-                        lambda name, *_, **__: [(None, None, None, "", (addresses[name], 0))])
-    machines = []
-    for rank, own_name in enumerate(["localhost", "node2"]):
-        monkeypatch.setattr(socket, "gethostname", lambda rank=rank: f"node{rank + 1}")
-        monkeypatch.setattr(socket, "getfqdn", lambda name=own_name: name)
-        machines.append(script["describe_process"](rank, 0, 1, "nccl"))
-    [fault] = script["find_faults"](machines, machines[1], by_name=True)
-    assert "node1 calls itself localhost, and on node2 that means node2" in fault
+# The network changes a number.
+CHANGED = ("dist.all_reduce = lambda tensor, *_, old=dist.all_reduce: "
+           "(old(tensor), tensor.view(-1)[-1:].add_(1))\n")
 
 
-@pytest.mark.parametrize(("old", "new", "error"), [
-    ("total + coming, coming", "total + coming, passing", "all_reduce and the ring disagree"),
-    ("dist.all_reduce(block)", "dist.all_reduce(block.add_(1))", "a sum of 16 MiB is wrong"),
-    ("        show(machines)", "        raise RuntimeError('Connection reset by peer')",
+@pytest.mark.parametrize(("code", "error"), [
+    (CHANGED, "all_reduce and the ring disagree"),
+    (f"{CHANGED}check_sums = id", "a sum of 16 MiB is wrong"),
+    ("def show(_):\n    raise RuntimeError('Connection reset by peer')",
      r"another process has ended: see what .*\(RuntimeError: Connection reset by peer"),
 ])
-def test_an_error_later_on_is_explained(tmp_path, old, new, error):
-    script = variant(tmp_path, SCRIPT, {old: new})
+def test_an_error_later_on_is_explained(tmp_path, code, error):
+    script = variant(tmp_path, SCRIPT, code)
     assert_error(check(tmp_path, script=script, world_size=3, nodes=1), error)
-
-
-def test_explains_what_gloo_says():
-    diagnose = runpy.run_path(str(ROOT / SCRIPT))["diagnose"]
-    for said, cause in {
-        "Connect timeout [10.0.0.1]:1": "not each other: open all ports between them",
-        "Connection refused, remote=[127.0.1.1]:1": "set GLOO_SOCKET_IFNAME to the interface",
-        "out of luck": "failed",
-    }.items():
-        assert cause in diagnose(RuntimeError(said)) and said in diagnose(RuntimeError(said))
 
 
 def test_bad_calls_end_in_one_line(tmp_path):

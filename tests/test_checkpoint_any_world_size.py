@@ -6,27 +6,10 @@ What it shows, and that it can fail: test_recipes.py.
 import random
 
 import pytest
-from forked import fork_ranks, numbers, variant
+from forked import fork_ranks, numbers
 from started import ROOT
 
 RECIPE = "recipes/checkpoint_any_world_size.py"
-
-
-@pytest.mark.long
-def test_one_folder_by_two_ranks_then_three(tmp_path):
-    """Each loads what the one before has saved. Only rank 0 reads the pointer."""
-    recipe, before = variant(tmp_path, RECIPE, {
-        "def read_pointer(root):\n":
-            "def read_pointer(root):\n    assert dist.get_rank() == 0\n"}), []
-    for ranks, step in ((2, "10"), (3, "20"), (2, "30")):
-        result = fork_ranks(recipe, "saves", cwd=tmp_path, world_size=ranks)
-        assert result.status == 0, result.output
-        *loaded, (last, digest), by_one = numbers(r"step (\d+), .*: +sha256 (\w{12})", result)
-        assert loaded == before and last == step and by_one == (step, digest)
-        before = [(step, digest)]
-    # After the second "_" the name is random, and may have more of them.
-    kept = sorted(path.name.split("_")[1] for path in (tmp_path / "saves").glob("step_*"))
-    assert kept == ["20", "30"]
 
 
 # A job that goes on from what there is, and saves every step. It says what it is about to save.

@@ -27,7 +27,8 @@ from started import (
 )
 
 KILL_TEST = ROOT / "launch/kill_test.py"
-SEED = 1027  # its first draws kill in the middle, when something is saved
+# Its first draws kill in the middle, when something is saved.
+ONCE = ("--rounds", 1, "--kills", 1, "--seed", 1027)
 # A launcher with two ranks, one with a worker; without torch, so that they start at once. Rank 0
 # saves each of 40 steps. The launcher starts both ranks again when one has failed.
 JOB = """
@@ -87,13 +88,10 @@ def kill_test(folder, *options, how="survives"):
 @pytest.mark.parametrize(("options", "how", "error"), [
     ([], None, "the command is missing"),
     (["--", "no_such_command"], None, "cannot start the command"),
-    (["--rounds", "0"], "survives", "--rounds, --kills, --starts and --limit must be 1 or more"),
     (["--file", "b.txt", "--file", "state.json"], "survives", "it left no b.txt: give --file as "),
     (["--line", "("], "survives", r"argument --line: '\(' is no regular expression: "),
     ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It "),
     ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights "),
-    pytest.param(["--file", "a.pt"], "silent", "it left no a.pt: give --file as a path in ",
-                 marks=pytest.mark.long),  # it imports torch
 ])  # fmt: skip
 def test_wrong_calls(tmp_path, options, how, error):
     result = kill_test(tmp_path, *options, how=how)
@@ -108,23 +106,18 @@ def test_a_script_that_survives(tmp_path, victim):
 
     One kind for each run: where a round ends before its kill, the next draw may choose another.
     """
-    result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", SEED, "--keep",
-                       "--victims", victim)  # fmt: skip
+    result = kill_test(tmp_path, *ONCE, "--keep", "--victims", victim)
     assert result.status == 0, result.output
     went_on = 0 if victim == "worker" else 1  # nobody waits for a worker
     *_, kept = lines = result.output.splitlines()
     said = f"1 of 1 rounds ended equal, {went_on} of these went on; killed: {victim} 1"
     assert said in lines, result.output
+    starts = "2 times" if victim == "launcher" else "once"
+    assert f"; 1 killed, command started {starts}, " in result.output
     text = pathlib.Path(kept[6:], "round1/output.txt").read_text()
-    how = "went on" if went_on else "not seen to go on"
-    starts, resumed = re.search(
-        rf"^round 1: equal, {how}; 1 killed, command started (once|2 times), \d% of the work done"
-        rf" again,.*\n +[\d.]+ s  .*{victim}.* killed after: .*(?:\n {{11}}(resumed at step \d+))?",
-        result.output, re.MULTILINE).groups()
-    assert starts == ("2 times" if victim == "launcher" else "once")
     killed_worker = text.count("worker starts") > text.count("worker ends")
-    assert killed_worker == (victim == "worker") == (not resumed), text
-    assert killed_worker or (resumed in text and text.count("resumed at step ") >= 2), text
+    assert killed_worker == (victim == "worker")
+    assert (text.count("resumed at step ") >= 2) == went_on, text
 
 
 @pytest.mark.parametrize(("how", "options", "failure"), [
@@ -140,7 +133,7 @@ def test_a_script_that_survives(tmp_path, victim):
 ])  # fmt: skip
 def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     how = how.replace("/", f"{tmp_path}/state.json")  # one for all rounds
-    result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", SEED, *options, how=how)
+    result = kill_test(tmp_path, *ONCE, *options, how=how)
     assert result.status == 1, result.output
     assert re.search(rf"\nround 1: {failure}; \d killed", result.output), result.output
     assert "\n0 of 1 rounds ended equal, 0 of these went on" in result.output
@@ -151,13 +144,11 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
 
 
 def test_work_done_again_is_shown(tmp_path):
-    result = kill_test(tmp_path, "--rounds", 1, "--kills", 1, "--seed", SEED, "--victims", "rank",
-                       how="begins anew")  # fmt: skip
+    result = kill_test(tmp_path, *ONCE, "--victims", "rank", how="begins anew")
     share, last = re.search(r"^round 1: equal, not seen to go on; .* (\d+)% of the work done again,"
                             r".*\n.* killed after: step (\d+)/40$", result.output,
                             re.MULTILINE).groups()  # fmt: skip
     assert int(last) > 3 and int(share) == round(int(last) * 100 / 40), result.output
-    assert "note: no line says that the script went on" in result.output
 
 
 @pytest.fixture
@@ -173,15 +164,6 @@ def args(module, monkeypatch):
     return parse
 
 
-def test_every_run_has_a_limit(module, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(module["main"].__globals__, "LIMIT", 1)
-    monkeypatch.setattr(sys, "argv", [str(KILL_TEST), "--", "sleep", "60"])
-    with pytest.raises(SystemExit, match="2"):
-        module["main"]()
-    assert "(hung: no end in 1 s)" in capsys.readouterr().err
-
-
 def test_kills_fall_over_the_whole_run(module, args):
     reference = module["Run"]("", seen={"rank": (2, 12)}, saved=3)
     reference.marks = {(("step", step), ("", 0)): 2 + step / 4 for step in range(1, 41)}
@@ -192,37 +174,6 @@ def test_kills_fall_over_the_whole_run(module, args):
             assert 0 <= kill.seconds < (0.25 if kill.marks else 2.25)
             places[min(kill.marks // 4, 9)] += 1 / len(kills)
     assert min(places.values()) > 10 and len(places) == 10 and places[9] > 200, places
-
-
-def test_a_kill_waits_for_its_step(module, args, tmp_path):
-    """Also where work is done again, which takes its time."""
-    (tmp_path / "job.py").write_text(JOB)
-    given = args("--", PYTHON, str(tmp_path / "job.py"), "begins anew")
-    given.has_ranks = True
-    plan = [module["Kill"](10, 999.0, "rank", 0.0), module["Kill"](30, 0.0, "rank", 0.0)]
-    reference = module["Run"]("", marks={(("step", n), ("", 0)): n / 4 for n in range(1, 41)})
-    run = module["play"](given, str(tmp_path / "round"), plan, reference, 60, 1)
-    lasts = [max(module["marks_of"](given, run.lines(0, kill.offset)))[0][1] for kill in run.kills]
-    assert 10 < lasts[0] < 30 <= lasts[1], lasts
-
-
-def test_marks(module, args, tmp_path):
-    text = r"Epoch: [3] iter    7/90 | loss 2\nepoch 4 saved, best: epoch 1\nresumed at epoch 9\n"
-    run = module["play"](args("--", "printf", text), str(tmp_path / "round"))
-    assert list(run.marks) == [(("epoch", 3), ("iter", 7), ("loss", 0)), (("epoch", 4), ("", 0))]
-
-
-def test_saved_is_what_is_compared(module, args, tmp_path):
-    (tmp_path / "work/logs").mkdir(parents=True)
-    (tmp_path / "work/logs/settings.yaml").write_text("written at once")
-    assert module["has_saved"](args("--", "true"), tmp_path)
-    given = args("--file", "a.pt", "--file", "b/best.pt", "--", "true")
-    assert not module["has_saved"](given, tmp_path)
-    (tmp_path / "work/b").mkdir()
-    (tmp_path / "work/b/best.pt").write_text("")
-    assert not module["has_saved"](given, tmp_path)
-    (tmp_path / "work/b/best.pt").write_text("weights")
-    assert module["has_saved"](given, tmp_path)
 
 
 def test_ctrl_c_ends_all_processes(tmp_path):
@@ -248,13 +199,9 @@ SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "
     ({}, ""),
     ({"weight": torch.tensor([1.5, float("nan")])},
      "a.pt['weight'] differs by 0.5, in 1 of 2 numbers"),
-    ({"weight": torch.tensor([1, 2])},
-     "a.pt['weight'] is torch.int64 [2], not torch.float32 [2]"),
     ({"weight": torch.ones(1)}, "a.pt['weight'] is torch.float32 [1], not torch.float32 [2]"),
     ({"epoch": [3, (5,)]}, "a.pt['epoch'][1][0] is 5, not 4"),
     ({"epoch": [3]}, "a.pt['epoch'][1] is missing"),
-    ({"more": True}, "a.pt['more'] is new"),
-    ({"rate": 1}, "a.pt['rate'] is 1, not nan"),
     ({"rows": 3}, "log.csv[3] is new"),
 ])  # fmt: skip
 def test_files_are_compared_by_their_content(module, args, tmp_path, change, difference):
@@ -292,14 +239,3 @@ def test_the_command_of_the_page(request):
         shown.LAUNCH.write_text(page.replace(old, "\n".join([*lines, ""])))  # however many lines
         shown.write(path, command, lines)
     assert shown.masked(before[:2]) == shown.masked(lines[:2])
-
-
-@pytest.mark.long
-def test_the_file_of_a_real_job():
-    script = ("template/train.py", 60, 20)
-    command = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=3", *script)
-    options = ("--rounds", 1, "--seed", 7, "--line", r"sha256 \w+", "--file", "train.pt")
-    result = run(PYTHON, KILL_TEST, *options, "--", *command, cwd=ROOT, env=ACTIVE, timeout=1200)
-    assert result.status == 0, result.output
-    assert " and train.pt\n" in result.output
-    assert "\n1 of 1 rounds ended equal" in result.output

@@ -91,14 +91,12 @@ FORK = {'mp.get_context("spawn")': 'mp.get_context("fork")'}  # as these process
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kill", [0, 2])
-def test_whichever_rank_dies_the_others_train_on(tmp_path, kill):
-    """As one process does, which the recipe itself checks."""
-    dies = {"KILLED, KILL_STEP = 1": f"KILLED, KILL_STEP = {kill}"}
-    script = variant(tmp_path, SCRIPT, FORK | dies)
+def test_if_rank_0_dies_the_others_train_on(tmp_path):
+    """As one process does, which the recipe itself checks, of rank 1."""
+    script = variant(tmp_path, SCRIPT, FORK | {"KILLED, KILL_STEP = 1": "KILLED, KILL_STEP = 0"})
     result = fork(script, cwd=tmp_path, before=wait_before_forks)
     assert result.status == 0, result.output
-    assert f"rank {kill} of 3 died in step 5" in result.output
+    assert "rank 0 of 3 died in step 5" in result.output
 
 
 @pytest.mark.long

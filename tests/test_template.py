@@ -37,7 +37,19 @@ from forked import (
     variant,
 )
 from lab import Lab
-from started import ACTIVE, PYTHON, ROOT, end, family, files, free_port, run, start, wait_until
+from started import (
+    ACTIVE,
+    PYTHON,
+    ROOT,
+    end,
+    family,
+    files,
+    free_port,
+    read_until,
+    run,
+    start,
+    wait_until,
+)
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -772,16 +784,30 @@ def test_a_stream_goes_on_after_any_number_of_batches(workers):
         assert [*loader] == [[1, place] for place in range(done, 9)]
 
 
-def test_a_rank_ends_with_its_torchrun(tmp_path):
+# The rank says when it is in the middle of importing torch.
+RANK = """
+import sys, time
+class Finder:
+    def find_spec(self, name, *_):
+        print("imports", name, flush=True)
+sys.meta_path.insert(0, Finder())
+import survive
+survive.start()
+print("has started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("moment", ["imports torch.nn", "has started"])
+def test_a_rank_ends_with_its_torchrun(moment):
     """Also if torchrun is killed by SIGKILL, and can tell nobody."""
-    rank = "import survive, time; survive.start(); print('started', flush=True); time.sleep(600)"
-    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"
     with free_port() as port:
         job = start(PYTHON, "-c", torchrun, cwd=ROOT / "template", env={
             "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "test"})
         try:
-            assert any("started" in line for line in iter(job.stdout.readline, ""))
+            read_until(job, moment)
             job.kill()
             wait_until(lambda: not family(job), "the rank ends")
         finally:

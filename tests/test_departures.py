@@ -1,19 +1,16 @@
 """Machines leave, die and come back in random order; whatever was saved must be there.
 
-    python tests/departures.py --rounds 20
-
-Each round is a job of template/train.py (or, with --lesson, of 03) on three machines of launch/lab,
-with one file system for all or with a disk each; any of them hosts the rendezvous. A machine is
-told to end (SIGTERM), killed, loses its worker, is cut off for a while, or comes back. When the
-host of the rendezvous goes, the others end, and some of them start again. What rank 0 prints is
-then held against what each machine must have on its disk:
+Each round is a job of template/train.py or of 03 on three machines of launch/lab, with one file
+system for all or with a disk each; any of them hosts the rendezvous. A machine is told to end
+(SIGTERM), killed, loses its worker, is cut off for a while, or comes back. When the host of the
+rendezvous goes, the others end, and some of them start again. What rank 0 prints is then held
+against what each machine must have on its disk:
 - an attempt begins with the newest step (or epoch) that any of its machines has;
 - steps follow each other, none twice and none left out, but for those since the last save;
 - the job goes on after each event, and in the end all disks hold the same snapshot, with each
   validation once. (03 does not save when it has to leave: there, one disk may have the next one.)
 """
 
-import argparse
 import os
 import pathlib
 import random
@@ -22,16 +19,18 @@ import signal
 import tempfile
 import time
 
+import pytest
+import shown
 import torch
 from digits import difference, write_digits
 from forked import variant
 from lab import Lab
 from started import family, wait_until
 
+pytestmark = pytest.mark.long
 NODES = "node1", "node2", "node3"
 TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
 SAVE_EVERY = {TEMPLATE: 20, LESSON: 3}
-EVENTS = "SIGTERM", "kill", "kill host", "worker", "cut", "return"
 # What the others print. The first only if a heartbeat was due before their processes had failed.
 LOST = ("has failed to send a keep-alive heartbeat to the rendezvous",
         "has failed to shutdown the rendezvous")  # fmt: skip
@@ -42,11 +41,10 @@ class Round:
 
     def __init__(self, seed, lab, folder, shared, script):
         self.rng, self.lab, self.folder = random.Random(seed), lab, folder
-        each_step = {"REPORT_EVERY = 10": "REPORT_EVERY = 1"}
         self.script, self.save_every = script, SAVE_EVERY[script]
-        self.path_of_script = variant(folder, script, each_step if script == TEMPLATE else {})
-        self.shared = self.rng.random() < 0.3 if shared is None else shared
-        self.data = write_digits(folder / "data")
+        self.path_of_script = variant(folder, script, "REPORT_EVERY = 1")
+        self.shared = shared
+        self.data = ["--data-dir", write_digits(folder / "data")] if script == LESSON else []
         self.running, self.jobs, self.starts, self.story = {}, [], 0, []
         for node in NODES:
             self.path(node).parent.mkdir(exist_ok=True)
@@ -70,17 +68,14 @@ class Round:
             f"--rdzv-endpoint={self.host}:{29600 + self.starts}",
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
             self.path_of_script, 100_000, self.save_every, "--batch-size", 24, "--timeout", 15,
-            *(["--data-dir", self.data] if self.script == LESSON else []),
-            "--snapshot-path", self.path(node))  # fmt: skip
+            *self.data, "--snapshot-path", self.path(node))  # fmt: skip
         self.jobs.append(self.running[node])
 
     def go_on(self):
         """Wait until all machines that run have trained a step together, and some time more."""
         moment, line = time.monotonic(), rf"^\[rank 0/{len(self.running)}\] (step|epoch)"
-        wait_until(lambda: any(
-            when > moment and re.match(line, text)
-            for job in self.jobs for when, text in list(job.lines)
-        ), self.output, timeout=180)  # fmt: skip
+        wait_until(lambda: any(when > moment and re.match(line, text)
+                               for when, text in self.lines()), self.output, timeout=180)
         time.sleep(self.rng.uniform(0, 1.5))  # so that the next event comes at any moment
 
     def event(self, kind):
@@ -97,10 +92,9 @@ class Round:
         if kind == "return":
             self.start(node)
         elif kind == "worker":
-            processes = family(self.running[node].process)
             name = os.path.basename(self.script)
-            worker = next(pid for pid, line in processes.items() if name in line)
-            os.kill(worker, signal.SIGKILL)
+            os.kill(next(pid for pid, line in family(self.running[node].process).items()
+                         if name in line), signal.SIGKILL)
         elif kind == "cut":  # the others go on without it, and it comes back by itself
             self.lab("cut", node)
             job = self.running.pop(node)
@@ -142,13 +136,12 @@ class Round:
             assert len({self.path(node).read_bytes() for node in self.running}) == 1
             validated = range(20, first["step"] - first["due"] + 1, 20)
             assert [row["step"] for row in first["rows"]] == [*validated]
-            return
-        for other in others:
+        for other in others if self.script == LESSON else []:
             apart = abs(other["next_epoch"] - first["next_epoch"])
             assert apart <= self.save_every and (apart or difference(first, other) == 0)
 
     def lines(self):
-        return sorted(item for job in self.jobs for item in job.lines)
+        return sorted(item for job in self.jobs for item in list(job.lines))
 
     def output(self):
         return "\n".join([str(self.story), *(line for _, line in self.lines())])
@@ -158,7 +151,7 @@ def check(lines, shared):
     """Raise AssertionError if what the script printed tells of a loss.
 
     shared: whether all machines have the same disk. (A rank that fails may abort as it exits: that
-    is torch's fault. Those that end well must not: test_reliability.py.)
+    is torch's fault. Those that end well must not: test_faults.py.)
     """
     on_disk, members, done, newest = {}, [], 0, None
     for line in lines:
@@ -185,28 +178,27 @@ def check(lines, shared):
             on_disk |= dict.fromkeys(members, done)
 
 
-def play(seed, events=None, shared=None, script=TEMPLATE):
-    """Play the round of this seed; return its story. events, shared: drawn if not given."""
+def play(script, shared, events):
+    """Play a round of these events; whatever else is drawn follows from a seed."""
+    seed = random.randrange(10**6)
     with tempfile.TemporaryDirectory() as folder, Lab(folder, 3) as lab:
         a_round = Round(seed, lab, pathlib.Path(folder), shared, script)
         try:
-            a_round.play(events or a_round.rng.choices(EVENTS, k=4))
+            a_round.play(events)
         except AssertionError as error:
-            raise AssertionError(f"--seed {seed}\n{a_round.output()}\n{error}") from None
-        return f"{'one disk' if a_round.shared else 'own disks'}: {', '.join(a_round.story)}"
+            raise AssertionError(f"seed {seed}\n{a_round.output()}\n{error}") from None
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the first")
-    parser.add_argument("--lesson", action="store_true", help="03, not the template")
-    args = parser.parse_args()
-    for seed in range(args.seed, args.seed + args.rounds):
-        begin = time.monotonic()
-        story = play(seed, script=LESSON if args.lesson else TEMPLATE)
-        print(f"--seed {seed} {time.monotonic() - begin:4.0f} s  {story}", flush=True)
+@pytest.mark.parametrize("script", [TEMPLATE, LESSON])
+def test_machines_that_come_and_go(script, rounds):
+    """In random order, each with its own disk. (More of it: --rounds 20.)"""
+    for _ in range(max(1, rounds // 3)):
+        events = ["SIGTERM", "kill", "worker", "cut", "return"]
+        random.shuffle(events)
+        play(script, False, events)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("script", [TEMPLATE, LESSON])
+def test_machines_with_one_disk_lose_their_rendezvous(script):
+    play(script, True, ["kill host", "return"])
+    assert all(f'"{message}"' in shown.PITFALLS.read_text() for message in LOST)

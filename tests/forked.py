@@ -199,9 +199,6 @@ def pretend_gpus(count=1, kind="cuda"):
     vars(torch.accelerator).update(pretended(count, kind))
 
 
-pretend_one_gpu = pretend_gpus
-
-
 def come_late():
     """In later attempts, rank 1 looks up rank 0 before that is there."""
     join = dist.init_process_group
@@ -232,3 +229,14 @@ def play_machine():
     look_up = socket.getaddrinfo
     socket.getaddrinfo = lambda name, *args, **kwargs: look_up(
         addresses.get(name, name), *args, **kwargs)
+
+
+def own_disk():
+    """A current folder for each machine."""
+    os.makedirs(f"disk{machine()}", exist_ok=True)
+    os.chdir(f"disk{machine()}")
+
+
+def report_errors():
+    """What torchrun would read of an error goes to report*.json."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath(f"report{os.environ['RANK']}.json")

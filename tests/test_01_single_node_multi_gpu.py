@@ -26,7 +26,8 @@ SCRIPT = "01_single_node_multi_gpu.py"
 
 def test_two_ranks_train_and_prove_it(tmp_path, mnist_dir):
     """Started by mp.spawn, as always."""
-    result = fork(SCRIPT, 2, "--data-dir", mnist_dir, cwd=tmp_path, timeout=120)
+    data = ("--data-dir", mnist_dir, "--batch-size", 16)
+    result = fork(SCRIPT, 2, *data, cwd=tmp_path, timeout=300)
     assert result.status == 0, result.output
     alone, by_ddp = re.findall(r"gradient .* differs from the whole batch's by (\S+)$",
                                result.output, re.MULTILINE)

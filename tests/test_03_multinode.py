@@ -4,23 +4,16 @@ Processes play the machines. test_lab.py runs it on machines that are apart.
 """
 
 import functools
-import os
 import re
 import shutil
 
 import pytest
 import torch
 from digits import difference, digest, load, pickle_in_an_archive
-from forked import fork, fork_ranks, machine, play_machine
+from forked import fork, fork_ranks, own_disk, play_machine
 from started import files, free_port
 
 SCRIPT = "03_multinode.py"
-
-
-def own_disk():
-    """Called in a child: a current folder for each machine."""
-    os.makedirs(f"disk{machine()}", exist_ok=True)
-    os.chdir(f"disk{machine()}")
 
 
 def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2):

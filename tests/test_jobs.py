@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from digits import digest, idx
-from forked import fork, fork_ranks, fork_workers, limit_file_size, variant
+from forked import fork, fork_ranks, fork_workers, limit_file_size, report_errors, variant
 from started import ROOT, files
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -191,11 +191,6 @@ def train_epoch(model, *args, old=train_epoch):
     model.module.layers[0].bias.data += dist.get_rank()
     return found
 """
-
-
-def report_errors():
-    """Called in a child: what torchrun would read of an error is to be in report*.json."""
-    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath(f"report{os.environ['RANK']}.json")
 
 
 @pytest.mark.parametrize("number", sorted(NAMES))

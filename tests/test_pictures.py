@@ -1,12 +1,8 @@
 """The pictures belong to their data: each is drawn from committed logs, and a page shows it."""
 
-import re
-from xml.etree import ElementTree
 
 import pytest
 import shown
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -55,15 +51,3 @@ def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
     assert all(whole[epoch] == loss for *_, epoch, loss in before + after)
     [checksum] = {line for _, line in lines if "sha256" in line}
     assert checksum in (draw.LOGS / "uninterrupted.log").read_text()
-
-
-@pytest.mark.parametrize("name", ["buckets", "kill", "ring"])
-def test_a_moving_picture_needs_nothing_else(name):
-    """No script, nothing from elsewhere, and a description for those who cannot see; it rests where
-    less motion is asked for."""
-    svg = (shown.PICTURES / f"{name}.svg").read_text()
-    root = ElementTree.fromstring(svg)
-    assert len(root.find(f"{SVG}title").text) > 20 and len(root.find(f"{SVG}desc").text) > 100
-    assert not re.search("<script|href|@import", svg)
-    before, _, rules = svg.partition("@media screen and (prefers-reduced-motion:no-preference){")
-    assert "animation:" not in before and "infinite" in rules

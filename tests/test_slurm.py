@@ -36,8 +36,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPidFile={folder}/slurmctld.pid
-NodeName=node1 NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000
-NodeName=node2 NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000
+NodeName=node[1-2] NodeAddr=10.77.0.[1-2] CPUs=2 RealMemory=4000
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 # Commands in the place of Slurm's; and python, which without PYTHON finds no snapshot to look at.

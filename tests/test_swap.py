@@ -68,8 +68,7 @@ class MyNet(nn.Module):
                 seen["drawn"] += [random.random(), numpy.random.rand()]
             seen["settles"] = SETTLES and MyNet.called == 0
             MyNet.called += 1
-        with open("trained" if self.training else "checked" if torch.is_grad_enabled()
-                  else "evaluated", "a") as file:
+        with open("trained" if self.training else "evaluated", "a") as file:
             file.write(json.dumps(seen) + "\\n")
         images = images.unsqueeze(1).clone()
         images[:, :, 0, :4] = sum(seen.get("drawn", [0]))
@@ -122,30 +121,23 @@ def mean_loss(model, batch, step):
     return share * cross_entropy(logits, labels) + (1 - share) * cross_entropy(
         logits, labels.flip(0))
 """
-WEIGHTED = """
-def order_of(epoch, count):
-    generator = torch.Generator().manual_seed(SEED + epoch)
-    return torch.multinomial(torch.arange(count) + 0.1, count, True, generator=generator)
-"""
-
-
-def swapped(folder, script, more=""):
+def swapped(folder, script):
     """Write the script with all of that in it; the lessons' loader is that of their comment."""
     if script == TEMPLATE:
-        return variant(folder, script, MINE + IN_THE_TEMPLATE + more)
+        return variant(folder, script, MINE + IN_THE_TEMPLATE)
     text = (ROOT / script).read_text()
     assert {"data", "model", "loss"} <= {*re.findall("# your (data|model|loss)", text)}, "no mark"
     loader = re.search(r"def fast_loader.*\n.*\n +# Single items: (.*)\n +# (.*)\n", text)
-    more += f"    {loader[1]}\n        {loader[2]}\nSETTLES = {script != ONE}\n"
+    more = f"    {loader[1]}\n        {loader[2]}\nSETTLES = {script != ONE}\n"
     if script == ONE:  # whose comment asks for that
         more += "def compare_gradients(*_):\n    pass\n"
     return variant(folder, script, MINE + IN_A_LESSON + more)
 
 
-def play(folder, script, world_size, plan=(), more=""):
+def play(folder, script, world_size, plan=()):
     """Run the script, again after each kill of the plan; return (folder, output)."""
     folder.mkdir()
-    path, output = swapped(folder, script, more), ""
+    path, output = swapped(folder, script), ""
     arguments = (2 * STEPS, 2) if script == TEMPLATE else (2, 1)  # two epochs
     (folder / "plan").write_text("\n".join(plan))
     for starts in range(1 + len(plan)):
@@ -250,13 +242,3 @@ def test_the_template(tmp_path, world_size, plan):
     killed = play(tmp_path / "killed", TEMPLATE, world_size, plan)
     assert_same_end(whole, killed)
     assert (killed[0] / "snapshot.csv").read_text() == (folder / "snapshot.csv").read_text()
-
-
-@pytest.mark.long
-def test_weighted_sampling_in_the_template(tmp_path):
-    """As its comment says. An item that comes twice in an epoch is augmented in two ways."""
-    whole = play(tmp_path / "whole", TEMPLATE, 2, more=WEIGHTED)
-    assert_same_end(whole, play(tmp_path / "killed", TEMPLATE, 2, ["step 8 of rank 0"], WEIGHTED))
-    pairs = [pair for step in steps_of(whole[0], passes=2)[:STEPS] for pair in step]
-    assert len({item for item, _ in pairs}) < len({*pairs}) == STEPS * BATCH
-    assert sum(item for item, _ in pairs) / len(pairs) > TRAIN / 2 + 3, "not weighted"

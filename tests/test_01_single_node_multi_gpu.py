@@ -9,17 +9,7 @@ import signal
 
 import pytest
 from forked import fork, fork_workers, variant
-from started import (
-    PYTHON,
-    ROOT,
-    assert_nothing_left,
-    end,
-    family,
-    files,
-    read_until,
-    run,
-    start,
-)
+from started import PYTHON, ROOT, end, family, files, read_until, start, wait_until
 
 SCRIPT = "01_single_node_multi_gpu.py"
 
@@ -73,15 +63,6 @@ def test_the_proof_can_fail(tmp_path, mnist_dir):
 
 
 @pytest.mark.long
-def test_a_failing_child_ends_the_job_with_its_traceback(tmp_path, mnist_dir):
-    fails = variant(tmp_path, SCRIPT, "def evaluate(*_):\n    1 / (1 - dist.get_rank())")
-    result = run(PYTHON, fails, 3, "--data-dir", mnist_dir, cwd=tmp_path)
-    assert result.status == 1
-    assert "ZeroDivisionError: division by zero" in result.output
-    assert "in train\n" in result.output
-
-
-@pytest.mark.long
 def test_when_one_process_is_killed_all_end(tmp_path, mnist_dir):
     process = start(PYTHON, ROOT / SCRIPT, 1000, "--data-dir", mnist_dir, cwd=tmp_path)
     try:
@@ -89,7 +70,7 @@ def test_when_one_process_is_killed_all_end(tmp_path, mnist_dir):
         os.kill(max(pid for pid, line in family(process).items() if "spawn_main" in line),
                 signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
-        assert_nothing_left(process)
+        wait_until(lambda: not family(process), "all have ended", timeout=10)
         assert process.returncode == 1 and "terminated with signal SIGKILL" in output, output
     finally:
         end(process)

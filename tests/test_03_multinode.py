@@ -11,7 +11,7 @@ import pytest
 import torch
 from digits import difference, digest, load, pickle_in_an_archive
 from forked import fork, fork_ranks, own_disk, play_machine
-from started import files, free_port
+from started import files
 
 SCRIPT = "03_multinode.py"
 
@@ -115,17 +115,6 @@ def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
 
 
 # ---- Other starts ----
-
-
-def test_started_by_hand(tmp_path, mnist_dir):
-    """Five variables are all that a process needs to find the others."""
-    with free_port() as port:
-        environments = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in (0, 1)]
-        result = fork(SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path,
-                           environments=environments)
-    assert result.status == 0, result.output
-    assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")
 
 
 def test_a_wrong_start_ends_in_words(tmp_path):

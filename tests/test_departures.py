@@ -1,10 +1,9 @@
 """Machines leave, die and come back in random order; whatever was saved must be there.
 
-Each round is a job of template/train.py or of 03 on three machines of launch/lab, with one file
-system for all or with a disk each; any of them hosts the rendezvous. A machine is told to end
-(SIGTERM), killed, loses its worker, is cut off for a while, or comes back. When the host of the
-rendezvous goes, the others end, and some of them start again. What rank 0 prints is then held
-against what each machine must have on its disk:
+A job of template/train.py or of 03 runs on machines of launch/lab, with one file system for all or
+with a disk each. A machine is told to end (SIGTERM), killed, loses its worker, is cut off for a
+while, or comes back. When the host of the rendezvous goes, the others end, and the job is started
+again. What rank 0 prints is then held against what each machine must have on its disk:
 - an attempt begins with the newest step (or epoch) that any of its machines has;
 - steps follow each other, none twice and none left out, but for those since the last save;
 - the job goes on after each event, and in the end all disks hold the same snapshot, with each
@@ -12,17 +11,15 @@ against what each machine must have on its disk:
 """
 
 import os
-import pathlib
 import random
 import re
 import signal
-import tempfile
 import time
 
 import pytest
 import shown
 import torch
-from digits import difference, write_digits
+from digits import difference
 from forked import variant
 from lab import Lab
 from started import family, wait_until
@@ -37,38 +34,27 @@ LOST = ("has failed to send a keep-alive heartbeat to the rendezvous",
 
 
 class Round:
-    """A job on machines that come and go."""
+    """A job on machines that come and go. The rendezvous is at node1, which is always there."""
 
-    def __init__(self, seed, lab, folder, shared, script):
-        self.rng, self.lab, self.folder = random.Random(seed), lab, folder
-        self.script, self.save_every = script, SAVE_EVERY[script]
+    def __init__(self, lab, folder, shared, script, mnist_dir):
+        self.lab, self.folder, self.shared, self.script = lab, folder, shared, script
         self.path_of_script = variant(folder, script, "REPORT_EVERY = 1")
-        self.shared = shared
-        self.data = ["--data-dir", write_digits(folder / "data")] if script == LESSON else []
-        self.running, self.jobs, self.starts, self.story = {}, [], 0, []
+        self.data = ["--data-dir", mnist_dir] if script == LESSON else []
+        self.running, self.jobs, self.starts, self.story = {}, [], 1, []
         for node in NODES:
             self.path(node).parent.mkdir(exist_ok=True)
 
     def path(self, node):
         return self.folder / ("shared" if self.shared else node) / "snapshot.pt"
 
-    def start_all(self):
-        """Start the job on some of the machines, one of which hosts the rendezvous."""
-        self.starts += 1
-        nodes = self.rng.sample(NODES, self.rng.choice((2, 3)) if self.starts == 1 else 2)
-        self.host = self.rng.choice(nodes)
-        self.story.append(f"start of {' '.join(sorted(nodes))} at {self.host}")
-        for node in nodes:
-            self.start(node)
-
     def start(self, node):
         self.running[node] = self.lab.start(
             node, "torchrun", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=50",
             f"--rdzv-id={self.starts}", "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={self.host}:{29600 + self.starts}",
+            f"--rdzv-endpoint=node1:{29600 + self.starts}",
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-            self.path_of_script, 100_000, self.save_every, "--batch-size", 24, "--timeout", 15,
-            *self.data, "--snapshot-path", self.path(node))  # fmt: skip
+            self.path_of_script, 100_000, SAVE_EVERY[self.script], "--batch-size", 24,
+            "--timeout", 15, *self.data, "--snapshot-path", self.path(node))  # fmt: skip
         self.jobs.append(self.running[node])
 
     def go_on(self):
@@ -76,19 +62,13 @@ class Round:
         moment, line = time.monotonic(), rf"^\[rank 0/{len(self.running)}\] (step|epoch)"
         wait_until(lambda: any(when > moment and re.match(line, text)
                                for when, text in self.lines()), self.output, timeout=180)
-        time.sleep(self.rng.uniform(0, 1.5))  # so that the next event comes at any moment
+        time.sleep(random.uniform(0, 1.5))  # so that the next event comes at any moment
 
     def event(self, kind):
         """Something happens to a machine; afterwards, self.running are those that train."""
-        there = sorted(self.running)
-        if kind == "cut" and there == [self.host]:  # it could only wait until it is back
-            kind = "worker"
-        node = self.rng.choice({
-            "kill host": [self.host],
-            "cut": [node for node in there if node != self.host],
-            "return": [node for node in NODES if node not in there],
-        }.get(kind, there))
-        self.story.append(f"{kind} {node}{' (host)' if node == self.host else ''}")
+        away = [node for node in NODES if node not in self.running]
+        node = random.choice(away if kind == "return" else [*self.running][1:])
+        self.story.append(f"{kind} {node}")
         if kind == "return":
             self.start(node)
         elif kind == "worker":
@@ -102,30 +82,24 @@ class Round:
             self.lab("mend", node)
             self.running[node] = job
         else:
-            self.leave(node, kind)
+            if kind == "SIGTERM":
+                self.running[node].process.terminate()  # torchrun's: launch/lab has become it
+            else:
+                self.lab("kill", node)
+            self.running.pop(node).result(90)
 
-    def leave(self, node, kind):
-        if kind == "SIGTERM":
-            self.running[node].process.terminate()  # torchrun's: launch/lab has become it
-        else:
-            self.lab("kill", node)
-        self.running.pop(node).result(90)
-        if node == self.host or not self.running:  # the others end, too
-            for job in self.running.values():
-                left = job.result(180)
-                assert kind == "SIGTERM" or any(text in left.output for text in LOST), left.output
-            self.running.clear()
-            self.start_all()
+    def lose_the_host(self):
+        """The others end, too; then two machines start again."""
+        self.lab("kill", "node1")
+        self.running.pop("node1").result(90)
+        for job in self.running.values():
+            output = job.result(180).output
+            assert any(text in output for text in LOST), output
+        self.running, self.starts = {}, self.starts + 1
+        for node in NODES[:2]:
+            self.start(node)
 
-    def play(self, events):
-        self.start_all()
-        self.go_on()
-        for kind in events:
-            if kind == "return" and len(self.running) == len(NODES):
-                self.event("kill")
-                self.go_on()
-            self.event(kind)
-            self.go_on()
+    def end(self):
         for job in self.running.values():
             job.process.terminate()
         for job in self.running.values():
@@ -138,7 +112,7 @@ class Round:
             assert [row["step"] for row in first["rows"]] == [*validated]
         for other in others if self.script == LESSON else []:
             apart = abs(other["next_epoch"] - first["next_epoch"])
-            assert apart <= self.save_every and (apart or difference(first, other) == 0)
+            assert apart <= SAVE_EVERY[LESSON] and (apart or difference(first, other) == 0)
 
     def lines(self):
         return sorted(item for job in self.jobs for item in list(job.lines))
@@ -178,27 +152,26 @@ def check(lines, shared):
             on_disk |= dict.fromkeys(members, done)
 
 
-def play(script, shared, events):
-    """Play a round of these events; whatever else is drawn follows from a seed."""
-    seed = random.randrange(10**6)
-    with tempfile.TemporaryDirectory() as folder, Lab(folder, 3) as lab:
-        a_round = Round(seed, lab, pathlib.Path(folder), shared, script)
+@pytest.mark.parametrize("shared", [False, True], ids=["own disks", "one disk"])
+@pytest.mark.parametrize("script", [TEMPLATE, LESSON])
+def test_machines_come_and_go(tmp_path, mnist_dir, script, shared):
+    """In random order, each with its own disk; or with one, and they lose their rendezvous."""
+    events = ["SIGTERM", "return", "kill", "return", "worker", "cut"] if not shared else ["kill"]
+    groups = [events[:2], events[2:4], events[4:5], events[5:]]
+    random.shuffle(groups)
+    with Lab(tmp_path, 3) as lab:
+        a_round = Round(lab, tmp_path, shared, script, mnist_dir)
         try:
-            a_round.play(events)
+            for node in NODES:
+                a_round.start(node)
+            a_round.go_on()
+            for kind in [kind for group in groups for kind in group]:
+                a_round.event(kind)
+                a_round.go_on()
+            if shared:
+                a_round.lose_the_host()
+                a_round.go_on()
+            a_round.end()
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}\n{a_round.output()}\n{error}") from None
-
-
-@pytest.mark.parametrize("script", [TEMPLATE, LESSON])
-def test_machines_that_come_and_go(script, rounds):
-    """In random order, each with its own disk. (More of it: --rounds 20.)"""
-    for _ in range(max(1, rounds // 3)):
-        events = ["SIGTERM", "kill", "worker", "cut", "return"]
-        random.shuffle(events)
-        play(script, False, events)
-
-
-@pytest.mark.parametrize("script", [TEMPLATE, LESSON])
-def test_machines_with_one_disk_lose_their_rendezvous(script):
-    play(script, True, ["kill host", "return"])
+            raise AssertionError(f"{a_round.output()}\n{error}") from None
     assert all(f'"{message}"' in shown.PITFALLS.read_text() for message in LOST)

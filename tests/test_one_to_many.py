@@ -1,6 +1,5 @@
 """The two loops of the front page's diff end with the same weights; each line of it is needed."""
 
-import functools
 import os
 import re
 import shutil
@@ -9,7 +8,7 @@ import pytest
 import shown
 import torch
 from conftest import VISIBLE, machine_with_gpus
-from forked import fork, fork_ranks, pretend_gpus, variant
+from forked import fork, fork_ranks, variant
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, run
 
 ONE, MANY = "docs/one_process.py", "docs/many_processes.py"
@@ -95,12 +94,6 @@ def test_without_three_other_lines(tmp_path, plain):
     assert len(losses) == 2 and all(abs(float(loss) - plain[0][0]) > 1e-2 for loss in losses)
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert list(weights) == [f"module.{name}" for name in plain[1]]
-
-
-def test_a_mac_takes_its_cpu(tmp_path, plain):
-    """On mps it would fail here. (Which GPU each process takes: test_pretended_gpus.py.)"""
-    result = fork_ranks(MANY, cwd=tmp_path, before=functools.partial(pretend_gpus, 1, "mps"))
-    assert_same(ended(result, tmp_path), plain)
 
 
 @pytest.mark.gpu

@@ -7,15 +7,12 @@ init_process_group. What happens from there on only a GPU can tell: test_gpu.py.
 import json
 import os
 import re
-import runpy
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import fork_ranks, fork_workers, pretend_gpus, pretended
-from started import ROOT
+from forked import fork_ranks, fork_workers, pretend_gpus
 
 MANY = "docs/many_processes.py"
 
@@ -73,20 +70,12 @@ def test_a_gpu_of_intel(tmp_path):
     check(result, [0, 1], bound=False, kind="xpu", backend="xccl")
 
 
-@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", "benchmarks/parts/smallest_ddp.py"])
+@pytest.mark.parametrize("script", ["02_torchrun_elastic.py", MANY])
 def test_an_accelerator_without_a_backend(tmp_path, script):
     """Gloo carries no tensors of a Mac's GPU: two processes take the CPU, though there is one."""
     result = fork_ranks(script, 1, cwd=tmp_path, before=partial(pretend, 1, "mps"))
     said = '"asked": [], "backend": "gloo", "device_id": "None"'
     assert result.output.count(said) == 2, result.output
-
-
-def test_the_gpus_of_a_benchmark():
-    find_gpus = runpy.run_path(ROOT / "benchmarks/parts/common.py")["find_gpus"]
-    for kind, least, found in (("cuda", 2, (2, "cuda")), ("xpu", 1, (2, "xpu")),
-                               ("cuda", 3, (0, "cpu")), ("mps", 1, (0, "cpu"))):
-        with patch.multiple(torch.accelerator, **pretended(2, kind)):
-            assert find_gpus(least) == found
 
 
 def test_mp_spawn_in_01(tmp_path):

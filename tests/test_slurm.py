@@ -120,14 +120,11 @@ def slurm(tmp_path):
             variables = [f"{name}={value}" for name, value in env.items()]
             return lab("run", "node1", "env", *variables, *words, check=check)
 
-        def both_idle():  # "2 idle", or a line for each
-            said = command("sinfo", "-h", "-o", "%D %T", check=False)
-            return sum(int(count) for count in re.findall(r"^(\d+) idle$", said, re.MULTILINE)) == 2
-
         command.wait_until = partial(
             wait_until, what=lambda: [job.output()[-3000:] for job in lab.jobs],
             timeout=300, pause=0.2)
-        command.wait_until(both_idle)
+        command.wait_until(lambda: command("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+                           == ["idle"] * 2)
         yield command
 
 
@@ -164,9 +161,6 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     ours, theirs = (torch.load(folder / "snapshot.pt", weights_only=True)["model"]
                     for folder in (tmp_path, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for node in ("node1", "node2"):
-        files = list((tmp_path / "multinode-1" / node).glob("**/stdout.log"))
-        assert len(files) == 4, "two processes, twice"
 
 
 @pytest.mark.long

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.long
 def test_torchx_starts_the_scripts_unchanged(tmp_path):
     """launch/README.md's commands as they stand, but for the first, which installs."""
     pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
-    yaml = pytest.importorskip("yaml", reason="pip install -r requirements-dev.txt")
     for name in ("02_torchrun_elastic.py", "03_multinode.py"):
         shutil.copy(ROOT / name, tmp_path)
     install, commands = shown.block("torchx").split("\n", 1)
@@ -28,11 +27,8 @@ def test_torchx_starts_the_scripts_unchanged(tmp_path):
 
     torchrun = (r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
                 r" --rdzv_id .* --nnodes 2 --nproc_per_node 8 .* 03_multinode.py 50 10")
-    script = slurm.partition("#!/bin/bash\n")[2]
-    assert len(re.findall(torchrun, script)) == 2, slurm
-    assert re.findall(r"--mem=(\d+) --gpus-per-task=(\d)", script) == [("64000", "8")] * 2
-    job = yaml.safe_load(kubernetes.partition("=== SCHEDULER REQUEST ===\n")[2])
-    [first], [second] = [task["template"]["spec"]["containers"] for task in job["spec"]["tasks"]]
-    for container in first, second:
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-        assert re.fullmatch(torchrun, container["command"][-1]), container
+    assert "kind: Job" in kubernetes and "schedulerName: volcano" in kubernetes
+    for scheduler in slurm, kubernetes:
+        assert len(re.findall(torchrun, scheduler)) == 2, scheduler
+    assert len(re.findall(r"--mem=64000 --gpus-per-task=8", slurm)) == 2
+    assert kubernetes.count("nvidia.com/gpu: '8'") >= 2, kubernetes

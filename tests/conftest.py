@@ -62,14 +62,6 @@ def machine_with_gpus():
     return json.loads(result.output.splitlines()[-1])
 
 
-def pytest_report_header(config):
-    if config.option.markexpr != "gpu":
-        return None
-    found = machine_with_gpus()
-    return (f"GPUs: {found['gpus']} ({found['name']}), torch {found['torch']}, CUDA"
-            f" {found['cuda']}, NCCL {found['nccl']}")
-
-
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
         for item in items:
@@ -97,9 +89,3 @@ def archives(idx_files):
 def mnist_dir(tmp_path_factory):
     """A folder for --data-dir that holds the small set; not to be written to."""
     return write_digits(tmp_path_factory.mktemp("digits"))
-
-
-@pytest.fixture
-def own_mnist_dir(tmp_path):
-    """The same set in a folder of the test's own, to damage."""
-    return write_digits(tmp_path / "digits")

@@ -185,18 +185,11 @@ def limit_file_size():
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-def pretended(count, kind="cuda", usable=True):
-    """Functions of torch.accelerator, as if there were so many GPUs, with any build of torch."""
-    def current_accelerator(check_available=False):
-        return torch.device(kind) if usable or not check_available else None
-
-    return {"current_accelerator": current_accelerator, "is_available": lambda: usable,
-            "device_count": lambda: count, "set_device_index": lambda index: None}  # fmt: skip
-
-
 def pretend_gpus(count=1, kind="cuda"):
-    """Torch says that there are so many GPUs."""
-    vars(torch.accelerator).update(pretended(count, kind))
+    """Torch says that there are so many GPUs, with any build of torch."""
+    vars(torch.accelerator).update(
+        current_accelerator=lambda check_available=False: torch.device(kind),
+        is_available=lambda: True, device_count=lambda: count, set_device_index=lambda index: None)
 
 
 def come_late():

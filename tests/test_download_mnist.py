@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from digits import write_digits
 from forked import fork, forkserver, limit_file_size, run_script
 from started import ROOT
 
@@ -106,7 +107,8 @@ def test_a_broken_mirror_is_passed_over(download, mirrors, tmp_path, idx_files, 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[3]])
 def test_a_truncated_file_is_noticed_and_fetched_again(
-        download, mirrors, own_mnist_dir, idx_files, name):
+        download, mirrors, tmp_path, idx_files, name):
+    own_mnist_dir = write_digits(tmp_path / "digits")
     file = own_mnist_dir / "MNIST" / "raw" / name
     file.write_bytes(file.read_bytes()[:-100])
     before = {p.name: p.read_bytes() for p in file.parent.iterdir()}

@@ -123,3 +123,45 @@ def test_the_messages_of_nccl_are_in_its_library():
                         "destroy_process_group() was not called before program exit",
                         *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2")):
             assert library.find(quoted(message).encode()) > 0, message
+
+
+# ---- The pictures: each is drawn from committed logs, and a page shows it ----
+
+
+@pytest.fixture
+def draw(monkeypatch):
+    """The module that draws."""
+    pytest.importorskip("matplotlib", reason="pip install -r requirements-dev.txt")
+    monkeypatch.syspath_prepend(shown.PICTURES)
+    import draw
+
+    return draw
+
+
+def test_the_pictures_are_those_of_their_logs(draw):
+    """Each still one says from what it was drawn; those that move are drawn anew.
+
+    To draw one, draw.py follows the ring's sums and the story of the kill, and refuses others.
+    """
+    drawn = {path.stem: path for path in shown.PICTURES.glob("*.svg")}
+    assert drawn.keys() == draw.STILL.keys() | draw.MOVING.keys()
+    linked = {(document.parent / link).resolve()
+              for document in shown.DOCUMENTS for link in shown.links(document)}  # fmt: skip
+    for name, path in drawn.items():
+        assert path in linked, f"{name}: no document shows it"
+        whole = path.read_text()
+        assert (draw.source(*draw.STILL[name][1:]) in whole if name in draw.STILL
+                else draw.MOVING[name]().text() == whole), (
+            f"draw {name} anew: python docs/pictures/draw.py --redraw")  # fmt: skip
+
+
+def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
+    whole = {epoch: loss for *_, epoch, loss in draw.epochs(draw.read(
+        draw.LOGS / "uninterrupted.log"))}  # fmt: skip
+    lines = draw.read(draw.LOGS / "killed.log")
+    [crash] = [i for i, (_, line) in enumerate(lines) if "crash on purpose" in line]
+    before, after = draw.epochs(lines[:crash]), draw.epochs(lines[crash:])
+    assert sorted(whole) == list(range(1, 21)) and before[-1][2] == 10 and after[0][2] == 9
+    assert all(whole[epoch] == loss for *_, epoch, loss in before + after)
+    [checksum] = {line for _, line in lines if "sha256" in line}
+    assert checksum in (draw.LOGS / "uninterrupted.log").read_text()

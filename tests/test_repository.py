@@ -44,7 +44,7 @@ NOT_RUN = {
     "rm -f snapshot.pt": "says nothing",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py": "test_exercises.py runs it, with other functions",
-    "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pictures.py draws them anew",
+    "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup|collectives).py":
         "takes minutes; test_benchmarks.py runs it at its smallest",

@@ -15,7 +15,7 @@ import shown
 import torch
 from forked import fork_ranks
 from lab import Lab
-from started import PYTHON, ROOT, end, run, start, wait_until
+from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
 CONFIGURATION = """
@@ -171,3 +171,24 @@ def test_srun_alone_starts_the_template(tmp_path, slurm):
     slurm("sbatch", "--nodes=2", "--ntasks-per-node=2", "--output=log", tmp_path / "job.sh")
     slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
     assert "[rank 0/4] 4 replicas are identical, sha256 " in (tmp_path / "log").read_text()
+
+
+@pytest.mark.long
+def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
+    """launch/README.md's commands as they stand, but for the first, which installs."""
+    pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
+    for name in ("02_torchrun_elastic.py", "03_multinode.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    install, commands = shown.block("torchx").split("\n", 1)
+    assert install.startswith("pip install ")
+    result = run("bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path},
+                 timeout=600)
+    assert result.status == 0, result.output
+    here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
+    assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
+    torchrun = (r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
+                r" --rdzv_id .* --nnodes 2 --nproc_per_node 8 .* 03_multinode.py 50 10")
+    for scheduler in slurm.partition("#!/bin/bash\n")[2], kubernetes:
+        assert len(re.findall(torchrun, scheduler)) == 2, scheduler
+    assert slurm.count("--mem=64000 --gpus-per-task=8") == 2
+    assert "schedulerName: volcano" in kubernetes and "nvidia.com/gpu" in kubernetes

@@ -168,14 +168,6 @@ def test_a_worker_does_not_outlive_its_rank():
 
 
 @pytest.mark.long
-def test_plain_runs_of_01_end_well(tmp_path, mnist_dir, rounds):
-    for _ in range(rounds):
-        result = run(PYTHON, ROOT / ONE, 1, "--nprocs", 2, "--data-dir", mnist_dir, cwd=tmp_path)
-        assert result.status == 0 and "terminate called" not in result.output, result.output
-        assert result.lines(0)[-1].startswith("2 replicas are identical, sha256 ")
-
-
-@pytest.mark.long
 def test_every_crash_of_02_costs_exactly_one_restart(tmp_path, mnist_dir, rounds):
     command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", ROOT / SCRIPT,
                2, 1, "--crash-epoch", 2, "--data-dir", mnist_dir)  # fmt: skip
@@ -242,15 +234,16 @@ def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_two_jobs_in_one_folder_do_not_meet(tmp_path, mnist_dir):
+def test_two_jobs_in_one_folder_do_not_meet_and_end_well(tmp_path, mnist_dir, rounds):
     """Both with torchrun --standalone, or with mp.spawn, at the same time: ports never clash."""
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / SCRIPT, "--snapshot-path")
     spawn = (PYTHON, ROOT / ONE, "--nprocs", 2, "--checkpoint-path")
-    with ThreadPoolExecutor() as pool:
+    commands = enumerate([torchrun, torchrun, spawn, spawn] * rounds)
+    with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(run, *command, f"{number}.pt", 2, "--data-dir", mnist_dir, cwd=tmp_path)
-                for number, command in enumerate([torchrun, torchrun, spawn, spawn])]
+                for number, command in commands]
     for result in [job.result() for job in jobs]:
-        assert result.status == 0, result.output
+        assert result.status == 0 and "terminate called" not in result.output, result.output
         assert "2 replicas are identical, sha256 " in result.output
 
 

@@ -1,7 +1,8 @@
 """01, 02 and 03 as whole jobs: two ranks end with the weights of one process that sees all images.
 
 And: what a rank sets up, who writes, what is left at its end; a finished job goes on when it is
-asked for more; replicas that differ are not saved; a wrong call ends in words.
+asked for more; replicas that differ are not saved; a wrong call ends in words. And of 01: mp.spawn
+starts it; its proof can fail.
 """
 
 import gc
@@ -93,13 +94,13 @@ def job(tmp_path_factory):
         (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images(count)))
         (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels(count)))
 
-    def run(number, folder, *more, changes="", before=(), epochs=3, world_size=2):
+    def run(number, folder, *more, changes="", before=(), epochs=3, world_size=2, batch_size=17):
         script = variant(folder, NAMES[number], f"SEED = {SEED}\n{changes}")
         how = {"cwd": folder, "world_size": world_size, "before": (tell, *before)}
         if number != "01":
-            words = ("--data-dir", data, "--batch-size", 17, *more)
+            words = ("--data-dir", data, "--batch-size", batch_size, *more)
             return fork_ranks(script, epochs, 2, *words, **how)
-        args = {"total_epochs": epochs, "save_every": 2, "batch_size": 17}
+        args = {"total_epochs": epochs, "save_every": 2, "batch_size": batch_size}
         return fork_workers(script, **how, **args, data_dir=str(data),
                             checkpoint_path="checkpoint.pt")
 
@@ -219,3 +220,45 @@ def test_a_wrong_call_ends_in_words(tmp_path, number):
         result = fork(NAMES[number], *words, cwd=tmp_path, env=a_rank)
         assert result.status == 2 and message in result.error(), result.output
     assert files(tmp_path) == []
+
+
+# ---- 01 alone ----
+
+
+def test_01_with_mp_spawn_trains_and_proves_it(tmp_path, mnist_dir):
+    data = ("--data-dir", mnist_dir, "--batch-size", 16)
+    result = fork(NAMES["01"], 2, *data, cwd=tmp_path, timeout=300)
+    assert result.status == 0, result.output
+    alone, by_ddp = re.findall(r"gradient .* differs from the whole batch's by (\S+)$",
+                               result.output, re.MULTILINE)
+    assert float(alone) > 0.01, "the ranks' own gradients must differ: it is the point"
+    assert float(by_ddp) < 1e-5
+    epochs = result.epochs()
+    assert list(epochs) == [1, 2] and epochs[2][0] < epochs[1][0] / 2 and epochs[2][1] > 0.95
+    assert result.saved() == [1, 2] and files(tmp_path) == ["checkpoint.pt"]
+
+
+def test_01_with_three_ranks_and_a_batch_of_more_images_than_there_are(job, tmp_path):
+    result = job("01", tmp_path, epochs=1, world_size=3, batch_size=100)
+    assert result.status == 0, result.output
+    assert any(line.endswith("batch 3 ranks x 21 images") for line in result.lines(0))
+
+
+# A model that nobody averages.
+NO_DDP = """
+class DDP(nn.Module):
+    gradient_as_bucket_view = True
+
+    def __init__(self, module, **_):
+        super().__init__()
+        self.module = module
+
+    def forward(self, images):
+        return self.module(images)
+"""
+
+
+def test_the_proof_of_01_can_fail(job, tmp_path):
+    result = job("01", tmp_path, changes=NO_DDP)
+    assert result.status == 1 and "RuntimeError: DDP's gradient is not that" in result.output
+    assert told("wrote", result) == []

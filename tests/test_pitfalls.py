@@ -40,13 +40,6 @@ SAID = {
     "slow_rank": [
         f"symptom: all_reduce failed: {TIMEOUT}", "symptom: all_reduce failed: Connection.*"],
     "device_from_global_rank": [" +1 +2 +0 +cuda:2 does not exist"],
-    "method_of_the_model": [
-        r"model.loss\(\): 'DistributedDataParallel' object has no attribute 'loss'"],
-    "reentrant_checkpoint": [
-        "with find_unused_parameters=True: Expected to mark a variable ready only once"],
-    "keys_with_module": [
-        r'Missing key\(s\) in state_dict: "weight"\.',
-        r'Unexpected key\(s\) in state_dict: "module\.weight"\.'],
     "backend_without_cpu": ["symptom: No backend type associated with device type cpu"],
     "closed_terminal": [".*; SignalException: Process ... got signal: 1"],
     "too_many_open_files": ["symptom: Too many open files.*"],

@@ -166,10 +166,6 @@ def steps_of(folder, passes=1):
     return [sorted(itertools.chain(*parts[i : i + passes])) for i in range(0, len(parts), passes)]
 
 
-def items_of(folder):
-    return [[item for item, _ in step] for step in steps_of(folder)]
-
-
 def assert_counted_once_and_drawn_anew(folder, evaluations):
     """Each test item once; no random number twice: in two steps or epochs, or on two ranks."""
     tested = itertools.chain(*(seen["items"] for seen in noted(folder, "evaluated")))
@@ -207,7 +203,7 @@ def test_01(tmp_path):
         result = fork_workers(swapped(folder, ONE), cwd=folder, world_size=world_size, **args)
         assert result.status == 0, result.output
         assert_counted_once_and_drawn_anew(folder, 2)
-        batches.append(items_of(folder))
+        batches.append([[item for item, _ in step] for step in steps_of(folder)])
     assert len(batches[0]) == 2 * STEPS and batches[0] == batches[1]
 
 
@@ -220,7 +216,7 @@ def test_01(tmp_path):
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, script, world_size, plan):
     whole = folder, _ = play(tmp_path / "whole", script, world_size)
     assert_counted_once_and_drawn_anew(folder, 2)
-    items = items_of(folder)
+    items = [[item for item, _ in step] for step in steps_of(folder)]
     assert len(items) == 2 * STEPS and items[:STEPS] != items[STEPS:]
     assert_same_end(whole, play(tmp_path / "killed", script, world_size, plan))
 

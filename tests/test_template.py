@@ -375,16 +375,9 @@ def test_what_could_not_be_loaded_again_is_named_and_replaces_nothing(tmp_path, 
     assert path.read_bytes() == before and files(tmp_path) == ["state.pt"]
 
 
-# Rank 1 steps alone in step 2.
-DRIFTS = """
-class AdamW(torch.optim.AdamW):
-    def step(self):
-        super().step()
-        if dist.get_rank() == 1 and self.state[self.param_groups[0]["params"][0]]["step"] == 2:
-            with torch.no_grad():
-                self.param_groups[0]["params"][-1][5] += 1e-4
-torch.optim.AdamW = AdamW
-"""
+# Rank 1 moves a weight alone in step 2.
+DRIFTS = ("add_up_gradients = lambda model, *args, old=add_up_gradients: (old(model, *args), "
+          "model.module.head[1].bias.data[5].add_(1e-4 * (args[1] == 2) * dist.get_rank()))[0]")
 OTHER_BEST = "validate = lambda *_: {'loss': float(dist.get_rank())}"
 
 

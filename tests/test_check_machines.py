@@ -56,15 +56,15 @@ def test_names_the_ranks_that_do_not_come(tmp_path):
     assert_error(result, "error: rank 1, rank 3 did not come within 3 s")
 
 
+LOOK_UP = ("socket.getaddrinfo = lambda name, *args, old=socket.getaddrinfo, **options: [(None, None,"
+           " None, '', ('127.0.1.1', 0))] if name == 'node2' else old(name, *args, **options)")
 ADDRESS = r"node2 gives .* an address that only it can use \(%s\): on node2, set GLOO_SOCKET_IFNAME"
 
 
 @pytest.mark.parametrize(("fault", "message"), [
     ("torch.__version__ = '2.0.0'",
      r"differ in torch \(node1 2\.\d+\.\d+\S*, node2 2\.0\.0\): install"),
-    ("socket.getaddrinfo = lambda name, *args, old=socket.getaddrinfo, **options: [(None, None,"
-     " None, '', ('127.0.1.1', 0))] if name == 'node2' else old(name, *args, **options)",
-     ADDRESS % r"127\.0\.1\.1"),
+    (LOOK_UP, ADDRESS % r"127\.0\.1\.1"),
     ("os.environ['GLOO_SOCKET_IFNAME'] = 'lo'", ADDRESS % "lo"),
     ("os.environ['LOCAL_WORLD_SIZE'] = '3'", r"in processes \(node1 1, node2 3\): use the same"),
     ("pick_device = lambda _: (torch.device('cpu'), 'nccl')",

@@ -1,25 +1,51 @@
-"""Check the exercises in their order, up to the first that is not solved, and say how many are.
+"""Go through the exercises in their order, from the first one that is not solved.
 
     python exercises/all.py
+    python exercises/all.py --watch      # check again whenever you save the file
+    python exercises/all.py --hint       # with a second hint
     python exercises/all.py --solution   # the solutions, not yours
+
+An exercise that was solved is not run again until its file changes.
 """
 
-import argparse
 import sys
-from pathlib import Path
+import time
 
-from checker import SOLUTIONS, solved
+from checker import FOLDER, ending_cleanly, hash_of, parse_args, remembered, solved
 
-FOLDER = Path(__file__).resolve().parent
 EXERCISES = sorted(FOLDER.glob("[0-9]*.py"))
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--solution", action="store_true", help="check the solutions, not yours")
-    args = parser.parse_args()
-    for done, exercise in enumerate(EXERCISES):
+
+def main():
+    args = parse_args(watch=True)
+    known = {} if args.solution else remembered()
+    done = {one for one in EXERCISES if known.get(one.name) == hash_of(one)}
+    for exercise in EXERCISES:
+        if exercise in done:
+            print(f"== {exercise.name}: solved", flush=True)
+            continue
         print(f"== {exercise.name}", flush=True)
-        if not solved(exercise, SOLUTIONS / exercise.name if args.solution else None):
-            print(f"{done} of {len(EXERCISES)} solved. Next: python exercises/{exercise.name}")
-            sys.exit(1)
-    print(f"{len(EXERCISES)} of {len(EXERCISES)} solved")
+        while not solved(exercise, args):
+            print(f"{len(done)} of {len(EXERCISES)} solved. Next: exercises/{exercise.name}")
+            if not args.watch:
+                sys.exit(1)
+            wait_until_saved(exercise)
+        done.add(exercise)
+    print(f"{len(done)} of {len(EXERCISES)} solved")
+
+
+def wait_until_saved(exercise):
+    print(f"-- checked again when you save exercises/{exercise.name}; Ctrl-C ends --", flush=True)
+    before = exercise.read_bytes()
+    while True:
+        time.sleep(0.2)
+        try:
+            if exercise.read_bytes() != before:
+                return
+        except FileNotFoundError:  # some editors write another file, and move it here
+            pass
+
+
+if __name__ == "__main__":
+    with ending_cleanly():
+        main()

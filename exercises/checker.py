@@ -4,14 +4,18 @@
     python exercises/03_average_gradients.py --hint       # with a second hint
     python exercises/03_average_gradients.py --solution   # check the solution in its place
 
-An exercise has a function trial(), which calls what the learner wrote on each rank. It says by
-expect() what must hold, and returns the figures to print when all is right. A trial(life, folder)
-may end a rank by die(): then all ranks end, and new ones begin with life 1, 2, ...
+checks/ has a file for each exercise, with a function trial(). It calls what the learner wrote, the
+module answer, on each rank. It says by expect() what must hold, and returns the figures to print
+when all is right. A trial(life, folder) may end a rank by die(): then all ranks end, and new ones
+begin with life 1, 2, ...
 """
 
 import argparse
+import contextlib
 import gc
+import hashlib
 import inspect
+import json
 import linecache
 import multiprocessing
 import os
@@ -23,6 +27,8 @@ import textwrap
 import threading
 import time
 import traceback
+import types
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -34,22 +40,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode  # private; only to count bytes
 from torch.utils._pytree import tree_leaves
 
-LIMIT = 8  # seconds for a trial: one that hangs is ended then
+LIMIT = 8  # seconds for a trial on an idle machine: one that hangs is ended then
 # A fork is quick, as torch is loaded already, and safe, as it has not been used.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-SOLUTIONS = Path(__file__).parent / "solutions"
-# What a rank sends at least, in parts of all the bytes of the call, over n ranks.
-SENT = {
-    "allreduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "allgather": lambda n: (n - 1) / n,
-    "alltoall": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "gather": lambda n: 1 / n,
-    "broadcast": lambda n: 1,
-    "reduce": lambda n: 1,
-    "send": lambda n: 1,
-}
+FOLDER = Path(__file__).resolve().parent
+SOLUTIONS, REMEMBERED = FOLDER / "solutions", FOLDER / ".solved.json"
+KINDS = ("allreduce", "reducescatter", "allgather", "alltoall", "scatter", "gather", "broadcast",
+         "reduce", "send", "recv")  # fmt: skip
 
 
 class NotYet(Exception):
@@ -63,25 +60,91 @@ def expect(right, wrong, hint, second_hint=""):
 
 
 class Exchanges(TorchDispatchMode):
-    """Counts the exchanges inside a "with": calls is [(kind, bytes sent at least)]."""
+    """Counts the exchanges inside a "with", also those of threads that begin there.
+
+    calls: [(kind, bytes that this rank sends at least, whatever the algorithm)].
+    """
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
+    def __enter__(self):
+        self.run_thread = run = threading.Thread.run
+
+        def counted(thread):
+            with InThread(self):
+                run(thread)
+
+        threading.Thread.run = counted
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        threading.Thread.run = self.run_thread
+        return super().__exit__(*error)
+
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        kind = kind_of(call)
+        if kind:
+            expect(all(one.is_contiguous() for one in tree_leaves(args) if torch.is_tensor(one)),
+                   f"a tensor that is not contiguous goes into {kind}: NCCL refuses it, or sends"
+                   " other elements than you mean", "contiguous() makes a copy that is")
         result = call(*args, **kwargs or {})
-        if call.namespace in ("c10d", "_c10d_functional"):
-            name = call._opname.replace("_", "")  # _allgather_base_, all_gather_into_tensor
-            kind = next((kind for kind in SENT if name.startswith(kind.replace("_", ""))), None)
-            if kind:
-                size = max(sum(t.nbytes for t in tree_leaves(one) if torch.is_tensor(t))
-                           for one in (*args, result))
-                self.calls.append((kind, SENT[kind](dist.get_world_size()) * size))
+        if kind and kind != "recv":
+            names = [argument.name for argument in call._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.calls.append((kind, sent_at_least(kind, given, result)))
         return result
 
     def bytes_sent(self):
         return round(sum(size for _, size in self.calls))
+
+
+class InThread(TorchDispatchMode):
+    """A mode holds in one thread; this is for another."""
+
+    def __init__(self, exchanges):
+        super().__init__()
+        self.exchanges = exchanges
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        return self.exchanges.__torch_dispatch__(call, types, args, kwargs)
+
+
+def kind_of(call):
+    """Return one of KINDS, or None if the call exchanges nothing."""
+    if call.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = call._opname.replace("_", "")  # _allgather_base_, all_gather_into_tensor, isend
+    return next((kind for kind in KINDS if name.removeprefix("i").startswith(kind)), None)
+
+
+def sent_at_least(kind, given, result):
+    """Return the bytes that this rank sends in a call; given: its arguments by name."""
+    group = given.get("process_group")
+    group = given.get("group_name", dist.group.WORLD) if group is None else group
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    rank, n = group.rank(), group.size()
+    is_root = rank == given.get("root_rank", given.get("src"))
+    if kind == "alltoall":
+        sent = given.get("input_tensors", given.get("input"))
+        splits = given.get("input_split_sizes")
+        if isinstance(sent, (list, tuple)):
+            return bytes_of(sent) - bytes_of(sent[rank])
+        return bytes_of(sent) * (1 - (splits[rank] / max(sum(splits), 1) if splits else 1 / n))
+    if kind == "gather":
+        return 0 if is_root else bytes_of(given.get("input_tensors", given.get("input_tensor")))
+    parts = {"allreduce": 2 * (n - 1) / n, "reducescatter": (n - 1) / n, "allgather": (n - 1) / n,
+             "scatter": is_root * (n - 1) / n, "broadcast": is_root, "reduce": not is_root,
+             "send": 1}  # fmt: skip
+    return parts[kind] * max(bytes_of(one) for one in (*given.values(), result))
+
+
+def bytes_of(given):
+    return sum(one.nbytes for one in tree_leaves(given) if torch.is_tensor(one))
 
 
 def bytes_kept(*but_not):
@@ -100,31 +163,76 @@ def bytes_kept(*but_not):
 def main(exercise):
     """Check the exercise on 2 and on 3 ranks; end with status 1 if it is not solved."""
     exercise = Path(exercise).resolve()
+    args = parse_args()
+    with ending_cleanly():
+        if not solved(exercise, args):
+            sys.exit(1)
+    print(f"Solved. One way to write it, and why: exercises/solutions/{exercise.name}")
+    print("Next: python exercises/all.py")
+
+
+def parse_args(watch=False):
     parser = argparse.ArgumentParser()
     parser.add_argument("--hint", action="store_true", help="say more where something is wrong")
     parser.add_argument("--solution", action="store_true", help="check the solution, not yours")
-    args = parser.parse_args()
+    if watch:
+        parser.add_argument("--watch", action="store_true", help="check again when a file is saved")
+    return parser.parse_args()
+
+
+def solved(exercise, args):
+    """Check it on 2 and on 3 ranks, and print what comes out. Remember it if it is solved."""
     answer = SOLUTIONS / exercise.name if args.solution else None
-    if not solved(exercise, answer, args.hint):
-        sys.exit(1)
-    print(f"Solved. One way to write it, and why: exercises/solutions/{exercise.name}")
-
-
-def solved(exercise, answer=None, second_hint=False):
-    """Check it on 2 and on 3 ranks, and print what comes out."""
     for world_size in (2, 3):
-        right, text = verdict(run(exercise, world_size, answer), second_hint)
+        right, text = verdict(run(exercise, world_size, answer), args.hint)
         for line in f"{world_size} ranks: {text}".splitlines():
             print(textwrap.fill(line, 100, subsequent_indent=6 * " ", break_on_hyphens=False),
                   flush=True)
         if not right:
             return False
+    if not args.solution:
+        remember(exercise)
     return True
+
+
+def remembered():
+    """Return {name of an exercise: hash of what solved it}."""
+    try:
+        return json.loads(REMEMBERED.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def remember(exercise):
+    try:
+        REMEMBERED.write_text(json.dumps(remembered() | {exercise.name: hash_of(exercise)}))
+    except OSError as error:  # a folder that is read-only: then it is checked again
+        print(f"cannot remember that it is solved: {error}")
+
+
+def hash_of(exercise):
+    both = exercise.read_bytes() + (FOLDER / "checks" / exercise.name).read_bytes()
+    return hashlib.sha256(both).hexdigest()
+
+
+@contextlib.contextmanager
+def ending_cleanly():
+    """Let SIGTERM and SIGHUP end the ranks, too; Ctrl-C without a traceback."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @dataclass
 class Report:
-    """What one rank has to say: right, empty, wrong, error, waits, killed, died, or nothing."""
+    """What one rank has to say.
+
+    kind: right, empty, wrong, error, waits, works, killed, died, or nothing.
+    """
 
     rank: int
     kind: str = "nothing"
@@ -148,14 +256,22 @@ def verdict(reports, second_hint=False):
             text, *(f"hint: {hint}" for hint in hints), *["(--hint says more)"] * bool(more)])
     ends = {"right": "has come to the end", "nothing": "gives no answer"}
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
-    hint = ("hint: each waits for its partner: for all others to make the same call with tensors of"
-            " the same size, or for the recv that belongs to its send, or for the wait() of what"
-            " isend or irecv has returned")
-    return False, "\n    ".join(
-        [f"not yet. After {LIMIT} s, it stands still:", *lines, hint])
+    hint = ("each waits for its partner: for all others to make the same call with tensors of the"
+            " same size, or for the recv that belongs to its send, or for the wait() of what isend"
+            " or irecv has returned")
+    if "works" in by_kind:
+        hint = "that line takes long, or never ends: no other rank is to blame"
+    return False, "\n    ".join([f"not yet. After {limit():.0f} s, there is no end:", *lines,
+                                 f"hint: {hint}"])
 
 
 # ---- The processes ----
+
+
+def limit():
+    """Return LIMIT, or more on a machine that has other work."""
+    load = os.getloadavg()[0] / os.cpu_count() if hasattr(os, "getloadavg") else 1
+    return LIMIT * min(5, max(1, load))
 
 
 def run(exercise, world_size, answer=None, start_method=START_METHOD):
@@ -173,68 +289,92 @@ def run(exercise, world_size, answer=None, start_method=START_METHOD):
 
 def run_once(exercise, world_size, answer, start_method, life, folder):
     context = multiprocessing.get_context(start_method)
-    ends, workers = {}, []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
-        workers.append(context.Process(target=worker, daemon=True, args=(
-            exercise, answer, rank, world_size, life, folder, theirs)))
-        workers[-1].start()
-        theirs.close()  # so that we see when the process has ended
-        ends[ours] = rank
+    ends, workers, seconds = {}, [], limit()
     reports = [Report(rank) for rank in range(world_size)]
-    deadline = time.monotonic() + LIMIT + 60  # a process that has not even begun by then
-    while ends and (ready := wait(list(ends), max(0, deadline - time.monotonic()))):
-        for end in ready:
-            rank = ends.pop(end)
-            try:
-                reports[rank] = Report(rank, *end.recv())
-            except EOFError:
-                workers[rank].join(5)
-                status = workers[rank].exitcode
-                kind = "killed" if status == -signal.SIGKILL else "died"
-                reports[rank] = Report(rank, kind, f"the process has ended, with status {status}", [
-                    "do all ranks exchange tensors of the same size and dtype, in the same order?"])
-            if reports[rank].kind != "right":  # others may only fail because of this one
-                deadline = min(deadline, time.monotonic() + 1)
-    for process in workers:
-        process.kill()
-        process.join()
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            workers.append(context.Process(target=worker, daemon=True, args=(
+                exercise, answer, rank, world_size, life, folder, theirs, seconds)))
+            workers[-1].start()
+            theirs.close()  # so that we see when the process has ended
+            ends[ours] = rank
+        deadline = time.monotonic() + seconds + 60  # a process that has not even begun by then
+        while ends and (ready := wait(list(ends), max(0, deadline - time.monotonic()))):
+            for end in ready:
+                rank = ends.pop(end)
+                try:
+                    reports[rank] = Report(rank, *end.recv())
+                except EOFError:
+                    workers[rank].join(5)
+                    reports[rank] = Report(rank, *how_it_ended(workers[rank].exitcode))
+                if reports[rank].kind != "right":  # others may only fail because of this one
+                    deadline = min(deadline, time.monotonic() + 1)
+    finally:
+        for process in workers:
+            process.kill()
+            process.join()
     return reports
 
 
-def worker(exercise, answer, rank, world_size, life, folder, answers):
+def how_it_ended(status):
+    if status == -signal.SIGKILL:
+        return "killed", "the process was killed"
+    hints = ["do all ranks exchange tensors of the same size and dtype, in the same order?"]
+    return "died", f"the process has ended, with status {status}", hints if status < 0 else []
+
+
+def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
     """One rank: run the trial, and send (kind, text, hints)."""
-    sys.stdout = sys.stderr = Prefixed(f"[rank {rank}/{world_size}] ")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this process
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    sys.stdout = sys.stderr = out = Prefixed(f"[rank {rank}/{world_size}] ")
+    sys.breakpointhook = lambda *_, **__: print(
+        "breakpoint() has no terminal in a rank: print() what you want to see")
+    warnings.simplefilter("ignore", FutureWarning)  # of new names for calls that still work
     torch.set_num_threads(1)
     gc.freeze()  # bytes_kept then looks only through what comes from now on
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    own, saying, thread = answer or exercise, threading.Lock(), threading.get_ident()
+    own, saying, thread = str(answer or exercise), threading.Lock(), threading.main_thread()
 
     def say(*what):
         if saying.acquire(blocking=False):  # once
+            out.finish()
             answers.send(what)
 
     def give_up():
-        stack = traceback.extract_stack(sys._current_frames()[thread])
-        where = [frame for frame in stack if frame.filename == str(own)] or stack
-        say("waits", f"waits in line {where[-1].lineno}: {where[-1].line}")
+        busy, frames = cpu_seconds(thread), stack_of(thread)
+        time.sleep(0.5)
+        busy = cpu_seconds(thread) - busy > 0.1
+        where = [frame for frame in frames if frame.filename == own] or frames
+        line = f"line {where[-1].lineno}: {where[-1].line}"
+        inside = Path(frames[-1].filename)
+        asleep = inside == Path(__file__) and frames[-1].name == "sleep"
+        locked = inside.name in ("threading.py", "queue.py", "subprocess.py")
+        if busy or asleep or locked:
+            say("works", f"{'computes' if busy else 'sleeps' if asleep else 'stands'} in {line}")
+        else:
+            say("waits", f"waits in {line}")
 
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
     try:
-        names = load(exercise, answer)
+        check = load(exercise, answer)
         dist.init_process_group("gloo", f"file://{folder}/meet-{life}", rank=rank,
-                                world_size=world_size, timeout=timedelta(seconds=LIMIT + 60))
-        timer = threading.Timer(LIMIT, give_up)
-        timer.daemon = True
+                                world_size=world_size, timeout=timedelta(seconds=seconds + 60))
         timer.start()
-        asked = inspect.signature(names["trial"]).parameters
+        asked = inspect.signature(check["trial"]).parameters
         given = {"life": life, "folder": Path(folder)}
-        figures = names["trial"](**{name: given[name] for name in asked})
+        figures = check["trial"](**{name: given[name] for name in asked})
     except NotYet as error:
         wrong, *hints = error.args
         say("wrong", wrong, hints)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         code = list(traceback.walk_tb(error.__traceback__))[-1][0].f_code
-        if isinstance(error, NotImplementedError) and code.co_filename == str(own):
+        if isinstance(error, NotImplementedError) and code.co_filename == own:
             task = (code.co_consts[0] or "").partition("\n")[0]
             where = f"{code.co_name}, line {code.co_firstlineno},"
             say("empty", f"{where} is still empty. To do:\n    {task}")
@@ -246,23 +386,51 @@ def worker(exercise, answer, rank, world_size, life, folder, answers):
     threading.Event().wait()  # for the end from outside: others may still wait for this rank
 
 
+def end_with_parent():
+    """End this process when the one that checks has ended, however that was."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def cpu_seconds(thread):
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def stack_of(thread):
+    return traceback.extract_stack(sys._current_frames()[thread.ident])
+
+
+def sleep(seconds, sleep=time.sleep):
+    sleep(seconds)  # has a frame of its own, so that a rank that sleeps is told from one that waits
+
+
 def die():
     """End this rank at once, as a machine that fails does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def load(exercise, answer=None):
-    """Return the names of the exercise, with those of the answer in their place."""
-    names = {"__name__": "exercise"}
+    """Make the module answer: the exercise, with what the file answer has in place of its own.
+    Return the names of the check, which are others."""
+    exercise, time.sleep = Path(exercise), sleep
+    module = sys.modules["answer"] = types.ModuleType("answer")
     for path in [exercise] + [answer] * bool(answer):
-        exec(compile(Path(path).read_text(), str(path), "exec"), names)  # noqa: S102
-    return names
+        execute(path, vars(module))
+    check = {"__name__": "check"}
+    execute(FOLDER / "checks" / exercise.name, check)
+    return check
+
+
+def execute(path, names):
+    exec(compile(Path(path).read_text(), str(path), "exec"), names)  # noqa: S102
 
 
 def describe(error, own):
     """Say what an exception is, with the learner's lines of the traceback alone."""
     lines, stack = ["an exception:"], traceback.extract_tb(error.__traceback__)
-    for frame in [f for f in stack if f.filename == str(own) and f.name != "trial"] or stack[-1:]:
+    for frame in [frame for frame in stack if frame.filename == own] or stack[-1:]:
         line = linecache.getline(frame.filename, frame.lineno).strip()
         lines.append(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {line}")
     return "\n    ".join([*lines, f"{type(error).__name__}: {error}"])
@@ -282,3 +450,8 @@ class Prefixed:
 
     def flush(self):
         pass
+
+    def finish(self):
+        """Write what no newline has ended."""
+        if self.rest:
+            self.write("\n")

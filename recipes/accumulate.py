@@ -26,7 +26,7 @@ error, a wrong gradient, and replicas that drift apart.
 FSDP2 has no no_sync(). Before each backward(), call model.set_requires_gradient_sync(is_last) with
 True for the last micro-batch. Until then, each rank keeps whole gradients: that costs memory.
 
-Now write it yourself: exercises/07_accumulate.py.
+Now write it yourself: exercises/08_accumulate.py.
 """
 
 import contextlib

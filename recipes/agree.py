@@ -29,7 +29,7 @@ this is wrong, too: "if no_progress or any_rank(time_is_up, flags)". Where no_pr
 Python skips the rest: that rank leaves, and the others wait for it in any_rank(). No flag is needed
 if all ranks decide by the same number, such as a validation loss that they have all-reduced.
 
-Now write it yourself: exercises/08_stop_together.py.
+Now write it yourself: exercises/09_stop_together.py.
 """
 
 import math

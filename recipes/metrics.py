@@ -25,7 +25,7 @@ The AUC, for example, compares each positive row with each negative row; a rank 
 within its share. DistributedSampler repeats rows to make the shares equal: for an evaluation, give
 each rank every world_size-th row instead (pitfalls/padded_evaluation.py).
 
-Now write it yourself: exercises/09_evaluate_exactly.py.
+Now write it yourself: exercises/10_evaluate_exactly.py.
 """
 
 import os

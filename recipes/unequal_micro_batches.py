@@ -28,7 +28,7 @@ same between ranks. How much that changes depends on the lengths. Without the fa
 the gradient is too small by that factor. To weigh rows, count len(inputs) instead of tokens. The
 loss to report is weighed alike: its sum over all micro-batches and ranks, divided by all tokens.
 
-Now write it yourself: exercises/02_mean_of_unequal_shares.py, then 07_accumulate.py.
+Now write it yourself: exercises/02_mean_of_unequal_shares.py, then 08_accumulate.py.
 """
 
 import contextlib

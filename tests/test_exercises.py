@@ -1,7 +1,7 @@
 """Each exercise refuses what is empty or wrong, in the words meant for it, and takes its solution.
 
 The tests do not depend on what a learner has written: other functions take their place. They
-are empty, or those of exercises/solutions, or of tests/wrong_answers.
+are empty, or those of exercises/solutions, tests/wrong_answers, or tests/right_answers.
 """
 
 import ast
@@ -26,8 +26,8 @@ def check(name, world_size, answer):
 
 
 def emptied(name):
-    """Return what an exercise has above the divider, with every function of the solution empty."""
-    tree = ast.parse((ROOT / f"exercises/{name}.py").read_text().partition("# ---- The check")[0])
+    """Return an exercise in which every function of the solution is empty."""
+    tree = ast.parse((ROOT / f"exercises/{name}.py").read_text())
     solved = {one.name for one in ast.walk(ast.parse(
         (ROOT / f"exercises/solutions/{name}.py").read_text())) if isinstance(one, ast.FunctionDef)}
     for node in ast.walk(tree):
@@ -36,21 +36,21 @@ def emptied(name):
     return ast.unparse(tree)
 
 
-def wrong_answers():
+def answers(folder):
     """Those of each exercise. What stands above the first one in a file belongs to each of them."""
     for name in NAMES:
-        text = (ROOT / f"tests/wrong_answers/{name}.py").read_text()
-        common, *parts = re.split(r"^# ---- (.*?): (.*) ----$", text, flags=re.MULTILINE)
+        text = (ROOT / f"tests/{folder}/{name}.py").read_text()
+        common, *parts = re.split(r"^# ---- (.*?)(?:: (.*))? ----$", text, flags=re.MULTILINE)
         found = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-        for number, (wrong, words, code) in enumerate(found):
+        for number, (title, words, code) in enumerate(found):
             marks = [pytest.mark.long] * (number > 0)  # one of each is quick enough
-            yield pytest.param(name, words, common + code, id=f"{name}-{wrong}", marks=marks)
+            yield pytest.param(name, words, common + code, id=f"{name}-{title}", marks=marks)
 
 
 def write_into(file, code):
     """Put code after what a learner has written, which it replaces."""
-    before, divider, check = file.read_text().partition("\n# ---- The check")
-    file.write_text(f"{before}\n\n{code}\n{divider}{check}")
+    before, main, check = file.read_text().partition("\n\nif __name__")
+    file.write_text(f"{before}\n\n{code}\n{main}{check}")
 
 
 @pytest.mark.long
@@ -58,7 +58,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path, request):
     """A learner writes into the file, which says what is wrong; then he looks at the solution."""
     name = "03_average_gradients"
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
-    wrong = next(one.values[2] for one in wrong_answers() if one.id == f"{name}-summed")
+    wrong = next(one.values[2] for one in answers("wrong_answers") if one.id == f"{name}-summed")
     write_into(tmp_path / f"exercises/{name}.py", wrong)
     file = f"exercises/{name}.py"
     first = run(PYTHON, file, cwd=tmp_path)
@@ -102,7 +102,7 @@ def test_says_what_to_write(name, tmp_path):
     assert not right and "is still empty. To do:" in text, text
 
 
-@pytest.mark.parametrize(("name", "words", "code"), list(wrong_answers()))
+@pytest.mark.parametrize(("name", "words", "code"), list(answers("wrong_answers")))
 def test_refuses_a_wrong_answer(name, words, code, tmp_path):
     (tmp_path / "wrong.py").write_text(code)
     for world_size in (2, 3):
@@ -111,3 +111,12 @@ def test_refuses_a_wrong_answer(name, words, code, tmp_path):
             break
     assert not right, text
     assert re.search(words, f"{world_size} ranks: {text}"), text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "_", "code"), list(answers("right_answers")))
+def test_takes_a_right_answer_in_another_style(name, _, code, tmp_path):
+    (tmp_path / "right.py").write_text(code)
+    for world_size in (2, 3):
+        right, text = check(name, world_size, tmp_path / "right.py")
+        assert right, text

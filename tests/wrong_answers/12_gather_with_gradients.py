@@ -4,7 +4,7 @@ def gather(rows):
 
 # ---- all_gather without gradients: the result does not require one ----
 def gather(rows):
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, rows.contiguous())
     return torch.cat(parts)
 
@@ -16,7 +16,7 @@ def gather(rows):
 
 # ---- own rows put back: is that of this rank's loss alone ----
 def gather(rows):
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, rows.contiguous())
     parts[dist.get_rank()] = rows
     return torch.cat(parts)
@@ -26,7 +26,7 @@ def gather(rows):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
@@ -39,7 +39,7 @@ class Gather(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
@@ -54,7 +54,7 @@ class Gather(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
@@ -69,7 +69,7 @@ class Gather(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
@@ -82,7 +82,7 @@ class Gather(torch.autograd.Function):
 
 # ---- the last rank first: does not have the rows of all ranks in their order ----
 def gather(rows):
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, rows.contiguous())
     return torch.cat(parts[::-1])
 
@@ -91,7 +91,7 @@ def gather(rows):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
@@ -105,7 +105,7 @@ class Gather(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
@@ -120,13 +120,13 @@ class Gather(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts[:2])
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
+        gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient)
         return gradient.chunk(2)[dist.get_rank()]
 
@@ -135,12 +135,55 @@ class Gather(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows):
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx, gradient):
-        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        parts = [gradient.new_empty(gradient.shape) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, gradient.contiguous())
         return sum(parts).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+# ---- rows as they lie in memory: a tensor that is not contiguous goes into allgather ----
+def gather(rows):
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows)
+    return torch.cat(parts)
+
+
+# ---- the gradient as it lies in memory: a tensor that is not contiguous goes into allreduce ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+# ---- the rows kept outside: the gradient of a contrastive loss is off ----
+KEPT = {}
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [rows.new_empty(rows.shape) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        KEPT["calls"] = KEPT.get("calls", 0) + 1
+        ctx.call = KEPT["calls"]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        own = gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        return own if ctx.call == KEPT["calls"] else torch.zeros_like(own)

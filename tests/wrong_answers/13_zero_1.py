@@ -185,3 +185,73 @@ class ShardedAdamW:
         parts[rank].copy_(self.part)
         for one in (dist.isend(parts[rank], 1 - rank), dist.irecv(parts[1 - rank], 1 - rank)):
             one.wait()
+
+
+# ---- the weights at another place: weights.data was replaced ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        self.part.grad = torch.empty_like(self.part)
+        mean = pad(self.weights.grad, (0, self.fill)) / dist.get_world_size()
+        dist.reduce_scatter_tensor(self.part.grad, mean)
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.data = whole[: len(self.weights)].clone()
+
+
+
+# ---- gradients in single precision: weights are off ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        self.part.grad = torch.empty_like(self.part)
+        mean = pad(self.weights.grad, (0, self.fill)).float() / dist.get_world_size()
+        mine = mean.new_empty(len(self.part))
+        dist.reduce_scatter_tensor(mine, mean)
+        self.part.grad = mine.double()
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+
+# ---- Adam, not AdamW: weights are off ----
+from torch.nn.functional import pad
+
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.fill = -len(weights) % ranks
+        self.part = pad(weights.detach(), (0, self.fill)).chunk(ranks)[dist.get_rank()].clone()
+        self.optimizer = torch.optim.Adam([self.part], lr=lr)
+
+    def step(self):
+        self.part.grad = torch.empty_like(self.part)
+        mean = pad(self.weights.grad, (0, self.fill)) / dist.get_world_size()
+        dist.reduce_scatter_tensor(self.part.grad, mean)
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(len(self.weights) + self.fill)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.detach().copy_(whole[: len(self.weights)])

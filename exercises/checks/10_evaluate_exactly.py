@@ -1,45 +1,13 @@
-"""Evaluate exactly: the accuracy of one process, whatever the number of ranks.
-
-The accuracy is the share of the images that the model classifies right. The ranks evaluate
-together: each takes some of the test images, and then all know the result. Two things go wrong
-here. A sampler that fills up the shares to equal lengths counts some images twice. And a rank that
-gets no image at all must not leave the others waiting. Write accuracy.
-
-Read before: pitfalls/padded_evaluation.py, and 04_collectives.py, the section all_reduce. Its
-neighbours are exercises 1, which shares out a set, and 2, which takes a mean over shares. With a
-DDP model and a DataLoader, evaluate in 01_single_node_multi_gpu.py does this.
-
-    python exercises/09_evaluate_exactly.py
-"""
+"""The check of exercises/10_evaluate_exactly.py."""
 
 import copy
 import math
 
+import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect, main
+from checker import Exchanges, expect
 from torch import nn
-
-
-def accuracy(model, images, labels, batch_size):
-    """Return the accuracy of the model on all the images, as a float; the same one on each rank.
-
-    images, shape (count, 9), and labels, shape (count,), are the whole test set, alike on all
-    ranks; so is the model. count is at least 1, and may be smaller than the number of ranks.
-    model(images), for some of them, returns scores of shape (n, 3); the class is the one with the
-    highest score.
-
-    Each image goes through the model once, on one of the ranks. Each rank takes about
-    count / world_size images: at most batch_size more. It gives the model at most batch_size of
-    them at a time. Meanwhile, the whole model is in evaluation mode (Dropout drops nothing,
-    BatchNorm uses its running mean), and no graph for a backward pass is built. Afterwards, each
-    part of the model is in the mode in which it was before; not all parts need have been in the
-    same one.
-    """
-    raise NotImplementedError
-
-
-# ---- The check: what must hold, and what to say if it does not ----
 
 
 def trial():
@@ -56,10 +24,10 @@ def trial():
         given, expected = (images.clone(), labels.clone()), (classes == labels).double()
         SEEN.clear()
         with Exchanges() as exchanges:
-            answer = accuracy(model, images, labels, batch_size=8)
+            found = answer.accuracy(model, images, labels, batch_size=8)
         mine = [number for numbers, *_ in SEEN for number in numbers]
         look_at_passes(mine, count)
-        look_at_answer(answer, expected, mine)
+        look_at_answer(found, expected, mine)
         for name, part in model.named_modules():
             before, after = (["evaluation", "training"][on] for on in (modes[name], part.training))
             expect(before == after, f"with {count} image(s), {name or 'the model itself'} was in"
@@ -73,7 +41,7 @@ def trial():
         expect(all(map(torch.equal, given, (images, labels))), "the images or labels have changed",
                "select from them, and write nothing into them")
         if count == 101:
-            told = (f"off by {abs(answer - expected.mean().item()):.0e}, {len(mine)} of {count}"
+            told = (f"off by {abs(found - expected.mean().item()):.0e}, {len(mine)} of {count}"
                     f" images on rank 0, {exchanges.bytes_sent()} bytes sent")
     return told
 
@@ -101,19 +69,19 @@ def look_at_passes(mine, count):
            "do not fill up a share or a batch", "the last batch may be shorter than the others")
 
 
-def look_at_answer(answer, expected, mine):
+def look_at_answer(found, expected, mine):
     """expected: 1.0 for each image that the model classifies right, else 0.0."""
-    expect(isinstance(answer, float), f"{answer!r} came back", "return a float: tensor.item()")
+    expect(isinstance(found, float), f"{found!r} came back", "return a float: tensor.item()")
     count, world_size, right = len(expected), dist.get_world_size(), expected.mean().item()
     told = (f"with {count} image(s), the accuracy is {right:.4f}, and this rank returns"
-            f" {answer:.4f}")
-    if abs(answer - right) < 1e-6:
+            f" {found:.4f}")
+    if abs(found - right) < 1e-6:
         return
-    expect(math.isfinite(answer), told, "the accuracy of a share without images is 0 / 0",
+    expect(math.isfinite(found), told, "the accuracy of a share without images is 0 / 0",
            "add up the right answers over the ranks, then divide once")
     expect(mine, f"{told}. It has no image of its own",
            "a rank without images makes the same calls as the others, and adds 0")
-    expect(min(abs(answer - own) for own in (expected[mine].mean(), expected[mine].sum() / count))
+    expect(min(abs(found - own) for own in (expected[mine].mean(), expected[mine].sum() / count))
            > 1e-6, f"{told}: it counts its own right answers alone",
            "which collective adds up over the ranks?")
     causes = {
@@ -124,9 +92,9 @@ def look_at_answer(answer, expected, mine):
             share.mean() for share in expected.tensor_split(world_size)]).mean(),
     }  # fmt: skip
     for number in (count + -count % world_size, count - count % world_size):  # filled up, or cut
-        if number and abs(answer * number - round(answer * number)) < 1e-4:
-            causes[f"{answer * number:.0f} right answers of {number}"] = answer
-    cause = [f": {cause}" for cause, number in causes.items() if abs(number - answer) < 1e-6]
+        if number and abs(found * number - round(found * number)) < 1e-4:
+            causes[f"{found * number:.0f} right answers of {number}"] = found
+    cause = [f": {cause}" for cause, number in causes.items() if abs(number - found) < 1e-6]
     expect(False, told + "".join(cause[:1]),
            "each image counts once, though the shares have different lengths",
            "add up the right answers over the ranks, then divide once by the number of images")
@@ -147,7 +115,3 @@ class Model(nn.Module):
         training = any(part.training for part in self.modules())
         SEEN.append((images[:, 0].int().tolist(), training, torch.is_grad_enabled()))
         return self.last(self.dropout(self.norm(images[:, 1:])))
-
-
-if __name__ == "__main__":
-    main(__file__)

@@ -1,18 +1,4 @@
-"""Resume: a job that is killed, and started again, ends with the bits of one that never was.
-
-A snapshot is a file with all that a job needs to go on. When a rank dies, the launcher (torchrun,
-say) ends the other ranks and starts all anew. Each rank then calls load, and trains on. That ends
-with the same bits only if the snapshot has all that a step changes, and if what is random follows
-from the number of the step. And a job may die at any moment: also while it writes the snapshot.
-Write save, load and seed_step, which the training below calls. The checker kills it twice or three
-times: in the middle of a step, and in the middle of save.
-
-Read before: 02_torchrun_elastic.py, resume and save in it. What goes wrong here is in pitfalls/,
-each in a file: snapshot_in_place, every_rank_saves, off_by_one_epoch and optimizer_not_saved; and
-in recipes/randomness.py.
-
-    python exercises/10_resume.py
-"""
+"""The check of exercises/11_resume.py."""
 
 import itertools
 import os
@@ -20,62 +6,12 @@ import resource
 import signal
 import sys
 
+import answer
 import torch
 import torch.distributed as dist
-from checker import die, expect, main
+from checker import die, expect
 from torch import nn
 
-
-def save(path, model, optimizer, step):
-    """Write a snapshot to path: this step has just been taken. All ranks call it, after a step.
-
-    path: a string, alike on all ranks, in a folder that they share. If there is a snapshot, the new
-    one takes its place. One rank writes: the model and the optimizer are the same on all. If the
-    process dies in here, then path holds, whole, the snapshot from before the call (or still none),
-    or the new one. Other files may be left over in the folder.
-    """
-    raise NotImplementedError
-
-
-def load(path, model, optimizer):
-    """Put what the snapshot has into the model and the optimizer. Return the step to take next.
-
-    All ranks call it before they train, and all go on alike. If there is no snapshot, the model and
-    the optimizer stay as they are, and the step is 0, the first.
-    """
-    raise NotImplementedError
-
-
-def seed_step(step, rank, world_size):
-    """Seed torch's random numbers (torch.randn, Dropout) for a step on a rank.
-
-    The same arguments give the same numbers again, whatever was drawn before, and in each life of
-    the job. Other arguments give other numbers: no two pairs of a step and a rank share theirs. A
-    job may have thousands of steps, and more ranks than here.
-    """
-    raise NotImplementedError
-
-
-def train(path, model, optimizer, first_step, before_step):
-    """Train from first_step, which load has returned. Leave this as it is."""
-    for step in range(first_step, STEPS):
-        before_step(step)  # here, the check prepares its accidents
-        seed_step(step, dist.get_rank(), dist.get_world_size())
-        inputs = torch.randn(16, 32)  # the batch; and the model has dropout
-        optimizer.zero_grad()
-        (model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean().backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 0.9  # the learning rate falls
-        if step % 2 == 1:
-            save(path, model, optimizer, step)
-
-
-# ---- The check: what must hold, and what to say if it does not ----
-
-STEPS = 6
 DEATHS = ("in the middle of step 3", "in the middle of save, after step 3",
           "in save, after step 3, before it moved or removed a file")  # fmt: skip
 MOVED, EMPTIED, CAME_FROM = [], [], []  # what this process has done to files
@@ -104,8 +40,8 @@ def trial(life, folder):
         if (life, step) == (2, 3) and moves > 1:
             last_move[0] = len(MOVED) + moves
 
-    train(f"{job}/snapshot.pt", model, optimizer, first, prepare_accident)
-    compare(state_of(model, optimizer), states[STEPS], "at the end,",
+    answer.train(f"{job}/snapshot.pt", model, optimizer, first, prepare_accident)
+    compare(state_of(model, optimizer), states[answer.STEPS], "at the end,",
             "after each load it was right: does a step depend on anything else?")
     expect(f"{job}/snapshot.pt" not in EMPTIED, "save opens path itself to write into it. If the"
            " process dies then, there is no whole snapshot",
@@ -119,7 +55,7 @@ def unbroken(path):
     """Train without an accident; path is one for each rank. Return the states before each step, how
     often a save moves or removes a file, and the size of the largest file."""
     model, optimizer = new_start()
-    first, states, moves = load(path, model, optimizer), [], []
+    first, states, moves = answer.load(path, model, optimizer), [], []
     expect(first == 0, f"there is no snapshot, and load returned {first!r}",
            "the first step is step 0; os.path.exists(path) says whether there is a snapshot")
 
@@ -127,8 +63,8 @@ def unbroken(path):
         states.append(state_of(model, optimizer))
         moves.append(len(MOVED))
 
-    train(path, model, optimizer, 0, note)
-    note(STEPS)
+    answer.train(path, model, optimizer, 0, note)
+    note(answer.STEPS)
     size = max((file.stat().st_size for file in os.scandir(os.path.dirname(path))), default=0)
     writers = [rank for rank, its_size in enumerate(gathered(size)) if its_size]
     expect(writers, "no rank has written a snapshot", "torch.save writes one")
@@ -142,7 +78,7 @@ def load_and_look(life, path, model, optimizer, states):
     """Call load, and check what it returns and leaves behind. Return the step to take next."""
     before = f"a rank died {DEATHS[life - 1]}, and now" if life else "with no snapshot,"
     try:
-        first = load(path, model, optimizer)
+        first = answer.load(path, model, optimizer)
     except Exception as error:
         expect(life == 0, f"{before} load fails: {type(error).__name__}:"
                f" {str(error).partition(chr(10))[0]}",
@@ -168,10 +104,10 @@ def load_and_look(life, path, model, optimizer, states):
 
 def look_at_seeds():
     world_size, seen = dist.get_world_size(), {}
-    for step, rank in itertools.product(range(STEPS), range(world_size)):
+    for step, rank in itertools.product(range(answer.STEPS), range(world_size)):
         drawn = []
         for _ in range(2):
-            seed_step(step, rank, world_size)
+            answer.seed_step(step, rank, world_size)
             drawn.append(tuple(torch.rand(3).tolist()))
         expect(drawn[0] == drawn[1], f"after two calls of seed_step({step}, {rank}, {world_size}),"
                " torch.rand gave different numbers", "let nothing but the arguments decide:"
@@ -181,7 +117,7 @@ def look_at_seeds():
                f" in step {other[0]}", "each pair of a step and a rank needs a seed of its own")
     seen.clear()
     for step, rank in itertools.product(range(110), range(16)):
-        seed_step(step, rank, 16)
+        answer.seed_step(step, rank, 16)
         other = seen.setdefault(tuple(torch.rand(3).tolist()), (step, rank))
         expect(other == (step, rank), f"with 16 ranks, rank {rank} draws in step {step} what rank"
                f" {other[1]} draws in step {other[0]}", "which numbers does step times something,"
@@ -240,7 +176,3 @@ def new_start():
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Dropout(), nn.Linear(64, 1, bias=False),
                           Count())
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-if __name__ == "__main__":
-    main(__file__)

@@ -1,42 +1,12 @@
-"""Overlap: exchange the gradients while backward() still computes.
-
-backward() goes from the last layer to the first. The last layer's gradients are complete long
-before the first layer's, so their exchange can run in the meantime. That hides most of the time
-that exchanges take. It needs two things. A hook is a function of yours that PyTorch calls at a
-certain moment: p.register_post_accumulate_grad_hook(function) has it call function(p) as soon as
-p.grad is complete. And a call with async_op=True returns at once, with an object that has wait().
-Write overlap.
-
-Read before: exercise 3, and 04_collectives.py, the sections async_op and ddp.
-
-    python exercises/06_overlap.py
-"""
+"""The check of exercises/07_overlap.py."""
 
 import time
 
+import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect, main
+from checker import Exchanges, expect
 from torch import nn
-
-
-def overlap(model):
-    """Make backward() exchange the gradients while it runs; return a function, finish.
-
-    It is called once, before the first step. From then on, each backward() through the model
-    starts the exchange of a gradient as soon as that is complete, and waits for no other rank.
-
-    finish() takes no arguments. It is called after each backward(), before the optimizer's step.
-    It waits for each of the exchanges. Then each p.grad is the mean over all ranks. Between two
-    steps, zero_grad() sets each p.grad to None; the next one is another tensor.
-
-    A parameter that does not train (requires_grad is False) has no gradient (None). All others get
-    one in each backward(), in the same order on all ranks.
-    """
-    raise NotImplementedError
-
-
-# ---- The check: what must hold, and what to say if it does not ----
 
 PATIENCE = 4  # seconds for a backward() that should take milliseconds
 
@@ -44,7 +14,7 @@ PATIENCE = 4  # seconds for a backward() that should take milliseconds
 def trial(folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine, worst = Model(), 0
-    finish = overlap(mine)
+    finish = answer.overlap(mine)
     expect(callable(finish), f"overlap() returned {finish!r}", "return a function: finish")
     for step in range(2):
         torch.manual_seed(step)
@@ -135,7 +105,3 @@ class Model(nn.Module):
 
     def at_first_layer(self, gradient):
         self.sent_at_first_layer = self.exchanges.bytes_sent()
-
-
-if __name__ == "__main__":
-    main(__file__)

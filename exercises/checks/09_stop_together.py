@@ -1,43 +1,11 @@
-"""Stop together: all ranks leave the loop in the same step, whoever wants to.
-
-In every step the ranks wait for each other, because they average their gradients. If one leaves
-the loop alone, the others wait for it until their timeout. And each rank knows something that the
-others do not: that it has no more data, or that someone has asked it to end, by SIGTERM for one
-(the signal by which a cluster takes a machine back). Write train, so that all ranks take the same
-number of steps.
-
-Read before: recipes/agree.py, and pitfalls/uneven_inputs.py for what happens else. You need the
-section all_reduce of 04_collectives.py.
-
-    python exercises/08_stop_together.py
-"""
+"""The check of exercises/09_stop_together.py."""
 
 import time
 
+import answer
 import torch  # noqa: F401  for what you write
 import torch.distributed as dist
-from checker import Exchanges, expect, main
-
-
-def train(batches, step, asked_to_stop):
-    """Take steps until a rank has no batch left, or is asked to stop; return how many, as an int.
-
-    batches: an iterator over this rank's batches. Its length is not known, and may differ from
-    rank to rank; it may be 0. Only next(batches) tells whether there is one more. One that was
-    taken, and then not used, is lost: take one for each step, and at most one more.
-    step(batch): one training step. All ranks wait for each other in it, so all must call it equally
-    often. Each batch is used once, in order; it may be any object but None. (In the check, step
-    only counts.)
-    asked_to_stop(): True as soon as this rank has been asked to stop. That may be at any moment,
-    also before the first step, and between two calls. It never goes back to False.
-
-    As soon as one rank has no batch for the next step, or has been asked to stop, no rank takes
-    another step.
-    """
-    raise NotImplementedError
-
-
-# ---- The check: what must hold, and what to say if it does not ----
+from checker import Exchanges, expect
 
 NEVER = 99
 PATIENCE = 4  # seconds for a rank to come back from train(), when another has
@@ -67,7 +35,7 @@ def trial(folder):
         who = [r for r in range(world_size) if right in (lengths[r], asked[r])]
         work = Work(lengths[rank], asked[rank], told, case == LATE)
         with Exchanges() as exchanges:
-            answer = train(work.batches(), work.step, work.asked_to_stop)
+            found = answer.train(work.batches(), work.step, work.asked_to_stop)
         (folder / f"{case}-{rank}").touch()
         if case == LATE:  # the others may have been told in this round, or in the next one
             right += work.steps > right
@@ -82,8 +50,8 @@ def trial(folder):
                "take a batch, then agree, then use it: that batch must not get lost")
         expect(work.taken <= right + 1, f"{told}{work.taken} batches were taken for {right} steps",
                "take one, agree, use it; the rest is for the next epoch")
-        expect(answer == right and isinstance(answer, int),
-               f"{told}this rank took {right} steps, and returned {answer!r}",
+        expect(found == right and isinstance(found, int),
+               f"{told}this rank took {right} steps, and returned {found!r}",
                "return how many steps it took")
         missing = wait_for([folder / f"{case}-{r}" for r in range(world_size)])
         expect(not missing, f"{told}this rank took {right} steps and came back from train();"
@@ -128,7 +96,3 @@ class Work:
     def asked_to_stop(self):
         first, self.answered = self.answered != self.steps, self.steps
         return self.steps >= self.asked + (self.late and first)
-
-
-if __name__ == "__main__":
-    main(__file__)

@@ -1,43 +1,11 @@
-"""Accumulate: a batch that does not fit into memory, in micro-batches, with one exchange a step.
+"""The check of exercises/08_accumulate.py."""
 
-A batch is cut into micro-batches. Each goes through the model, forward and backward, by itself,
-and the gradients add up in p.grad. Then the ranks exchange them: once, not after each micro-batch.
-The result is the gradient that one process would get with the rows of all ranks in one batch.
-
-The shares are not always equal: the last micro-batch has the rest, and rows of different length
-are packed in different numbers. Every row of the step must count the same, wherever it is.
-
-Read before: exercises 2 and 3, recipes/accumulate.py and recipes/unequal_micro_batches.py. (They
-have DistributedDataParallel exchange the gradients. You do it yourself.)
-
-    python exercises/07_accumulate.py
-"""
-
+import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect, main
+from checker import Exchanges, expect
 from torch import nn
 from torch.nn.functional import mse_loss
-
-
-def accumulate(model, micro_batches):
-    """Compute the gradient of one step from the micro-batches of all ranks.
-
-    micro_batches: this rank's, a list of (inputs, targets), float64, of shape (rows, 6) and
-    (rows, 5). The number of rows differs, as does the number of micro-batches from rank to rank.
-    One rank may have no micro-batch in a step, but not all: it does not call the model then.
-
-    Before, each p.grad is None. Afterwards each is, on every rank, the gradient of
-    mse_loss(model(inputs), targets), if inputs and targets were the rows of all micro-batches of
-    all ranks. (mse_loss is a mean over all numbers: over the rows, and over their 5 columns.)
-
-    Only one micro-batch is in memory at a time: backward() comes before the next forward. The
-    gradient of each parameter is exchanged once in a step. A few numbers more may be.
-    """
-    raise NotImplementedError
-
-
-# ---- The check: what must hold, and what to say if it does not ----
 
 STEPS = [  # the rows of each rank's micro-batches
     [[4, 4, 4], [4, 4, 4], [4, 4, 4], [4, 4, 4]],
@@ -56,7 +24,8 @@ def trial():
                 for counts in rows]  # of each rank
         model = Model()
         with Exchanges() as exchanges:
-            accumulate(model, [(inputs.clone(), targets.clone()) for inputs, targets in each[rank]])
+            copies = [(inputs.clone(), targets.clone()) for inputs, targets in each[rank]]
+            answer.accumulate(model, copies)
         told = f"with micro-batches of {rows} rows"
         check_cost(told, model, max(rows[rank], default=0), exchanges.bytes_sent())
         off = check_gradient(told, model, each)
@@ -146,7 +115,3 @@ class Model(nn.Sequential):
 
     def close(self, gradient):
         self.open -= 1
-
-
-if __name__ == "__main__":
-    main(__file__)

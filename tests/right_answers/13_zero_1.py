@@ -1,0 +1,72 @@
+# ---- reduced to each owner, and broadcast from it ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.parts = weights.detach().tensor_split(dist.get_world_size())
+        self.own = torch.nn.Parameter(self.parts[dist.get_rank()])  # a view of the weights
+        self.optimizer = torch.optim.AdamW([self.own], lr=lr)
+        self.weights = weights
+
+    def step(self):
+        gradients = self.weights.grad.tensor_split(dist.get_world_size())
+        for rank, gradient in enumerate(gradients):
+            dist.reduce(gradient, dst=rank)
+        self.own.grad = gradients[dist.get_rank()] / dist.get_world_size()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for rank, part in enumerate(self.parts):
+            dist.broadcast(part, src=rank)
+
+
+# ---- AdamW by hand, and all_to_all ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, self.lr, self.steps = weights, lr, 0
+        self.sizes = [len(one) for one in weights.tensor_split(dist.get_world_size())]
+        size = self.sizes[dist.get_rank()]
+        self.mean, self.square = (torch.zeros(size, dtype=weights.dtype) for _ in range(2))
+
+    @torch.no_grad()
+    def step(self):
+        rank, ranks, self.steps = dist.get_rank(), dist.get_world_size(), self.steps + 1
+        theirs = self.weights.new_empty(ranks * self.sizes[rank])
+        dist.all_to_all_single(theirs, self.weights.grad, [self.sizes[rank]] * ranks, self.sizes)
+        gradient = theirs.view(ranks, -1).mean(dim=0)
+        self.weights.grad = None
+        part = self.weights.split(self.sizes)[rank].clone()
+        self.mean.lerp_(gradient, 0.1)
+        self.square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        mean, square = self.mean / (1 - 0.9**self.steps), self.square / (1 - 0.999**self.steps)
+        part -= self.lr * (0.01 * part + mean / (square.sqrt() + 1e-8))
+        sent, whole = part.repeat(ranks), torch.empty_like(self.weights)
+        dist.all_to_all_single(whole, sent, self.sizes, [len(part)] * ranks)
+        self.weights.copy_(whole)
+
+
+# ---- messages ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights = weights
+        self.places = torch.arange(len(weights)).tensor_split(dist.get_world_size())
+        self.places = [slice(int(one[0]), int(one[-1]) + 1) for one in self.places]
+        part = weights.detach()[self.places[dist.get_rank()]].clone()
+        self.optimizer = torch.optim.AdamW([part], lr=lr)
+
+    @torch.no_grad()
+    def step(self):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        others = [r for r in range(ranks) if r != rank]
+        own = self.places[rank]
+        theirs = [torch.empty_like(self.weights[own]) for _ in others]
+        work = [dist.isend(self.weights.grad[self.places[r]], r) for r in others]
+        work += [dist.irecv(one, r) for one, r in zip(theirs, others, strict=True)]
+        for one in work:
+            one.wait()
+        [part] = self.optimizer.param_groups[0]["params"]
+        part.grad = (self.weights.grad[own] + sum(theirs)) / ranks
+        self.optimizer.step()
+        part.grad = None
+        self.weights[own] = part
+        work = [dist.isend(part, r) for r in others]
+        work += [dist.irecv(self.weights[self.places[r]], r) for r in others]
+        for one in work:
+            one.wait()

@@ -56,8 +56,8 @@ def test_names_the_ranks_that_do_not_come(tmp_path):
     assert_error(result, "error: rank 1, rank 3 did not come within 3 s")
 
 
-LOOK_UP = ("socket.getaddrinfo = lambda name, *args, old=socket.getaddrinfo, **options: [(None, None,"
-           " None, '', ('127.0.1.1', 0))] if name == 'node2' else old(name, *args, **options)")
+LOOK_UP = ("socket.getaddrinfo = lambda name, *args, old=socket.getaddrinfo, **options: ("
+           "[(0, 0, 0, '', ('127.0.1.1', 0))] if name == 'node2' else old(name, *args, **options))")
 ADDRESS = r"node2 gives .* an address that only it can use \(%s\): on node2, set GLOO_SOCKET_IFNAME"
 
 

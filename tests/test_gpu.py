@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import time
 
 import pytest
@@ -58,14 +57,6 @@ def torchrun(tmp_path):
 def assert_clean(result):
     """No line warns. (That of torchrun about OMP_NUM_THREADS has no such word.)"""
     assert result.status == 0 and not re.search("Warning|deprecated", result.output), result.output
-
-
-def test_the_bare_command(torchrun, gpus, figures):
-    result = torchrun(ELASTIC, 50, 10)
-    assert_clean(result)
-    assert result.epochs()[50][1] > 0.97 and result.saved() == [10, 20, 30, 40, 50]
-    speeds = [int(n) for n in re.findall(r"\| +(\d+) images/s", result.output)]
-    figures["02, 50 10: images/s, median of the epochs"] = statistics.median(speeds)
 
 
 def test_crash_and_resume(torchrun, tmp_path, figures):

@@ -127,14 +127,6 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     assert "step " in pathlib.Path(path).read_text()
 
 
-def test_work_done_again_is_shown(tmp_path):
-    result = kill_test(tmp_path, *ONCE, "--victims", "rank", how="begins anew")
-    share, last = re.search(r"^round 1: equal, not seen to go on; .* (\d+)% of the work done again,"
-                            r".*\n.* killed after: step (\d+)/40$", result.output,
-                            re.MULTILINE).groups()  # fmt: skip
-    assert int(last) > 3 and int(share) == round(int(last) * 100 / 40), result.output
-
-
 @pytest.fixture
 def module():
     return runpy.run_path(str(KILL_TEST))

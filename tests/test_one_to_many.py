@@ -7,9 +7,8 @@ import shutil
 import pytest
 import shown
 import torch
-from conftest import VISIBLE, machine_with_gpus
 from forked import fork, fork_ranks, variant
-from started import ACTIVE, PYTHON, ROOT, TORCHRUN, run
+from started import ACTIVE, ROOT, run
 
 ONE, MANY = "docs/one_process.py", "docs/many_processes.py"
 SAMPLER = {
@@ -94,19 +93,6 @@ def test_without_three_other_lines(tmp_path, plain):
     assert len(losses) == 2 and all(abs(float(loss) - plain[0][0]) > 1e-2 for loss in losses)
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert list(weights) == [f"module.{name}" for name in plain[1]]
-
-
-@pytest.mark.gpu
-def test_both_loops_on_gpus(tmp_path):
-    if not (gpus := machine_with_gpus()["gpus"]):
-        pytest.skip("torch sees no GPU here")
-    environment = {"CUDA_VISIBLE_DEVICES": VISIBLE, "OMP_NUM_THREADS": "1"}
-    before = ended(run(PYTHON, ROOT / ONE, cwd=tmp_path, env=environment), tmp_path)
-    processes = max(n for n in (1, 2, 4, 8) if n <= gpus)
-    result = run(*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", ROOT / MANY,
-                 cwd=tmp_path, env=environment)
-    losses, weights = apart(ended(result, tmp_path), before)
-    assert losses < 1.5e-4 and weights < 1e-4
 
 
 @pytest.mark.long

@@ -31,11 +31,6 @@ def pytest_addoption(parser):
         "--write-transcripts", action="store_true", help="write docs/transcripts/ anew")
 
 
-def pytest_configure(config):
-    if config.getoption("--rounds") < 1:
-        raise pytest.UsageError("--rounds: give 1 or more: none would test nothing")
-
-
 def pytest_xdist_auto_num_workers(config):
     """Plain pytest runs three files at a time, as most tests wait; all else runs in one process."""
     plain = config.args_source == pytest.Config.ArgsSource.TESTPATHS
@@ -49,8 +44,7 @@ there = torch.cuda.is_available()
 count = torch.cuda.device_count() if there else 0
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if there else None
 print(json.dumps({"gpus": count, "torch": torch.__version__, "cuda": torch.version.cuda,
-                  "name": torch.cuda.get_device_name() if there else None, "nccl": nccl,
-                  "two backends": hasattr(torch.distributed, "ProcessGroupNCCL2")}))"""
+                  "name": torch.cuda.get_device_name() if there else None, "nccl": nccl}))"""
 
 
 @functools.cache

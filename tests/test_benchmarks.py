@@ -39,29 +39,6 @@ def benchmark(monkeypatch):
         del sys.modules[name]
 
 
-def test_sides_take_turns_and_ratios_are_those_of_each_round(benchmark):
-    """The first turn does not count."""
-    common, turns = benchmark("parts.common"), []
-    sides = {name: lambda name=name: turns.append(name) or len(turns) for name in "abc"}
-    found = common.alternate(sides, 20)
-    rounds = {"".join(turns[i : i + 3]) for i in range(0, 63, 3)}
-    assert len(turns) == 63 and len(rounds) > 3 and {"".join(sorted(r)) for r in rounds} == {"abc"}
-    assert sorted(n for numbers in found.values() for n in numbers) == list(range(4, 64))
-    assert all(turns[number - 1] == name for name in "abc" for number in found[name])
-    # The machine was ten times slower in the second round: the ratio of that round still counts.
-    assert common.paired([20, 3, 15], [10, 1, 10]) == [2, 1.5, 3]
-
-
-def test_network_finds_the_latency_and_bandwidth_that_were_put_in(benchmark):
-    def ms(count, size):  # 0.5 ms for each message, and 25,000 bytes a ms: 200 Mbit/s
-        return 2 * (count - 1) * 0.5 + 2 * (count - 1) / count * size / 25_000
-
-    network = benchmark("network")
-    growth = {str(count): {"ms": {f"all-reduce of {size} bytes": [ms(count, size)]
-                                  for size in network.SIZES}} for count in (1, 2, 4, 8)}
-    assert network.fit(growth) == pytest.approx((0.5, 25_000))
-
-
 def nine_digits(tables):
     """The tables with so many digits of each number: the rest depends on torch's version."""
     return json.loads(json.dumps(tables), parse_float=lambda text: f"{float(text):.9g}")

@@ -156,16 +156,16 @@ def check(lines, shared):
 @pytest.mark.parametrize("script", [TEMPLATE, LESSON])
 def test_machines_come_and_go(tmp_path, mnist_dir, script, shared):
     """In random order, each with its own disk; or with one, and they lose their rendezvous."""
-    events = ["SIGTERM", "return", "kill", "return", "worker", "cut"] if not shared else ["kill"]
-    groups = [events[:2], events[2:4], events[4:5], events[5:]]
+    groups = [["SIGTERM", "return"], ["kill", "return"], ["worker"], ["cut"]]
     random.shuffle(groups)
+    events = ["kill"] if shared else [kind for group in groups for kind in group]
     with Lab(tmp_path, 3) as lab:
         a_round = Round(lab, tmp_path, shared, script, mnist_dir)
         try:
             for node in NODES:
                 a_round.start(node)
             a_round.go_on()
-            for kind in [kind for group in groups for kind in group]:
+            for kind in events:
                 a_round.event(kind)
                 a_round.go_on()
             if shared:

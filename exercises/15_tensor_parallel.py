@@ -3,8 +3,10 @@
 Take two linear layers with an activation between them: rows of `inputs` go to `hidden` units, and
 these to `out` numbers. Each rank gets a slice of both layers: the weights that lead to its hidden
 units, and those that lead away from them. An activation treats each hidden unit by itself, so
-nothing is exchanged in the middle. Write both layers. One exchange is enough in the forward pass,
-and one in the backward pass. Unlike with DDP, all ranks have the same rows.
+nothing is exchanged in the middle. Unlike with DDP, all ranks have the same rows. Write both
+layers. One exchange is enough in the forward pass, and one in the backward pass. The forward pass
+sends no more than an all_reduce of the output does: 2 (N - 1) / N of its bytes. The backward pass
+sends no more than an all_reduce of the inputs' gradient.
 
     inputs (rows, in)  ->  ColumnLinear  ->  own hidden units  ->  RowLinear  ->  (rows, out)
 

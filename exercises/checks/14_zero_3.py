@@ -58,6 +58,8 @@ def trial():
         alive.check()
         worst = max(worst, off, gradients_off(layers, weights, inputs, all_rows, there))
         sent, enough = alive.bytes_sent(), 3 * (world_size - 1) * sum(sizes)
+        expect(sent >= sum(sizes), f"both passes send {sent} bytes, and this rank's parts have"
+               f" {sum(sizes)}", "the other ranks need them")
         expect(sent <= enough + 64, f"both passes send {sent} bytes, and 3 (N - 1) / N of the"
                f" weights are {enough}",
                "how often is a layer gathered? Which rank needs which part of the gradient?",

@@ -162,23 +162,6 @@ def test_a_worker_does_not_outlive_its_rank():
         rank.join()
 
 
-# ---- torch's own faults at exit and at a restart, which show in some launches only ----
-
-
-@pytest.mark.long
-def test_every_crash_of_02_costs_exactly_one_restart(tmp_path, mnist_dir, rounds):
-    command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", ROOT / SCRIPT,
-               2, 1, "--crash-epoch", 2, "--data-dir", mnist_dir)  # fmt: skip
-    for _ in range(rounds):
-        (tmp_path / "snapshot.pt").unlink(missing_ok=True)
-        result = run(*command, cwd=tmp_path)
-        # The rank that loses its peer may abort: that is torch's fault, and it fails anyway.
-        _, _, after = result.output.partition("] attempt 1: ")
-        assert result.status == 0 and "terminate called" not in after, result.output
-        attempts = [line for line in result.lines() if line.startswith("attempt")]
-        assert attempts == ["attempt 1: resumed from snapshot.pt at epoch 2"], result.output
-
-
 # ---- A wait in vain ----
 
 WAIT = """

@@ -41,40 +41,38 @@ def tell():
     def say(what, **facts):
         print(f"told {json.dumps([what, dist.get_rank(), facts])}\n", end="", flush=True)
 
-    def join_and_tell(*args, **options):
-        join(*args, **options)
-        say("joined", timeout=getattr(options.get("timeout"), "seconds", None),
-            device_id=options["device_id"], threads=torch.get_num_threads(),
-            policy=os.sched_getscheduler(0), interface=os.environ.get("GLOO_SOCKET_IFNAME"))
+    def after(owner, name, tell_it):
+        def call(*args, **options):
+            found = function(*args, **options)
+            tell_it(*args, **options)
+            return found
+        function = getattr(owner, name)
+        setattr(owner, name, call)
 
-    def say_written(target):
-        views = [its.gradient_as_bucket_view for its in gc.get_objects() if isinstance(its, DDP)]
-        say("wrote", target=target, gradients_in_buckets=views)
+    def written(_, target, **__):
+        if isinstance(target, str):  # torch.save: 01, which does not move a file into place
+            views = [its.gradient_as_bucket_view for its in gc.get_objects()
+                     if isinstance(its, DDP)]
+            say("wrote", target=target, gradients_in_buckets=views)
 
-    def replace_and_tell(source, target):
-        replace(source, target)
-        say_written(target)
-
-    def save_and_tell(state, target, **options):
-        save(state, target, **options)
-        if isinstance(target, str):  # 01, which does not move a file into place
-            say_written(target)
-
-    def load_and_tell(path, to=None, map_location=None, **options):
+    def load_and_tell(path, to=None, map_location=None, old=torch.load, **options):
         if isinstance(path, str):  # not what a rank has sent
             say("loaded", to=to or map_location, no_code=options.get("weights_only"))
-        return load(path, "cpu", **options)
+        return old(path, "cpu", **options)
 
-    def leave_and_tell():
+    def leave_and_tell(old=dist.destroy_process_group):
         say("left", holds_ddp=any(isinstance(thing, DDP) for thing in gc.get_objects()))
-        leave()
+        old()
 
     torch.set_num_threads(2)  # which the scripts change
     os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of whoever runs the tests
-    join, leave, replace = dist.init_process_group, dist.destroy_process_group, os.replace
-    dist.init_process_group, dist.destroy_process_group = join_and_tell, leave_and_tell
-    load, torch.load, os.replace = torch.load, load_and_tell, replace_and_tell
-    save, torch.save = torch.save, save_and_tell
+    torch.load, dist.destroy_process_group = load_and_tell, leave_and_tell
+    after(os, "replace", written)
+    after(torch, "save", written)
+    after(dist, "init_process_group", lambda *_, device_id, timeout=None, **__: say(
+        "joined", timeout=getattr(timeout, "seconds", None), device_id=device_id,
+        threads=torch.get_num_threads(), policy=os.sched_getscheduler(0),
+        interface=os.environ.get("GLOO_SOCKET_IFNAME")))
 
 
 def told(what, result):

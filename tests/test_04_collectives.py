@@ -35,7 +35,7 @@ def tell_the_ends():
     dist.destroy_process_group = told(dist.destroy_process_group, lambda: "leaves")
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     result = fork_ranks(SCRIPT, cwd=tmp_path, world_size=world_size, before=tell_the_ends)
     assert result.status == 0 and "Warning" not in result.output, result.output

@@ -69,7 +69,7 @@ ADDRESS = r"node2 gives .* an address that only it can use \(%s\): on node2, set
     ("os.environ['LOCAL_WORLD_SIZE'] = '3'", r"in processes \(node1 1, node2 3\): use the same"),
     ("pick_device = lambda _: (torch.device('cpu'), 'nccl')",
      r"in backend \(node1 gloo, node2 nccl\): .* does nvidia-smi"),
-])
+], ids=["torch", "name", "interface", "processes", "backend"])
 def test_names_the_fault(tmp_path, fault, message):
     """Of the second machine."""
     script = variant(tmp_path, SCRIPT, f"if os.environ['GROUP_RANK'] == '1':\n    {fault}")
@@ -86,7 +86,7 @@ CHANGED = ("dist.all_reduce = lambda tensor, *_, old=dist.all_reduce: "
     (f"{CHANGED}check_sums = id", "a sum of 16 MiB is wrong"),
     ("def show(_):\n    raise RuntimeError('Connection reset by peer')",
      r"another process has ended: see what .*\(RuntimeError: Connection reset by peer"),
-])
+], ids=["small", "large", "reset"])
 def test_an_error_later_on_is_explained(tmp_path, code, error):
     script = variant(tmp_path, SCRIPT, code)
     assert_error(check(tmp_path, script=script, world_size=3, nodes=1), error)

@@ -383,7 +383,8 @@ OTHER_BEST = "validate = lambda *_: {'loss': float(dist.get_rank())}"
 
 @pytest.mark.parametrize(("changes", "named", "step"), [
     (DRIFTS, "model.head.1.bias", 1), (OTHER_BEST, "best.loss", 1),
-    (OTHER_SET.format(" + dist.get_rank()"), "training_data.0.0.0", None)])
+    (OTHER_SET.format(" + dist.get_rank()"), "training_data.0.0.0", None),
+], ids=["weights", "numbers", "data"])
 def test_what_differs_between_the_ranks_is_named_and_not_saved(tmp_path, changes, named, step):
     """Weights that drift, other numbers beside them, another disk."""
     result = train(tmp_path / "run", 4, 1, *SMALL, changes=changes, status=1)

@@ -424,7 +424,7 @@ def refusal(capsys, status, function, *arguments, **options):
 
 def test_a_bad_snapshot_is_refused_by_name_and_stays(tmp_path, monkeypatch, capsys, survive, alone):
     monkeypatch.chdir(tmp_path)
-    snapshot = survive.Snapshot("snapshot.pt", "13", model=nn.Linear(9, 9))
+    snapshot = survive.Snapshot("snapshot.pt", "13", model=nn.Linear(30, 30))
     snapshot.save(step=5, best=None)
     path = tmp_path / "snapshot.pt"
     content, refused, there = path.read_bytes(), 0, files(tmp_path)

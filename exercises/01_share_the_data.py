@@ -20,8 +20,11 @@ def my_share(count, epoch, rank, world_size):
     They stand in the order in which the rank takes them, which is random, too: not sorted.
 
     The items have the numbers 0 to count - 1. Over all ranks, each item is in one share, once. The
-    lengths of two shares differ by 1 at most. Each epoch has another random order of all items,
-    and a call with the same arguments gives the same list again.
+    lengths of two shares differ by 1 at most. Each epoch has another random order of all items.
+
+    A call with the same arguments gives the same list again, in any process. Nothing else decides:
+    the checker asks for the shares of 64 ranks, too, though there are two. There may be fewer items
+    than ranks.
     """
     raise NotImplementedError
 

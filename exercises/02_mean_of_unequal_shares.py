@@ -18,7 +18,7 @@ def global_mean(losses):
 
     losses: this rank's, shape (n,); n differs from rank to rank, and may be 0, but not on all
     ranks. Do not change it.
-    A few numbers are sent, however many losses there are: 64 bytes on a rank at most.
+    A few numbers are sent, however many losses there are: 128 bytes on a rank at most.
     """
     raise NotImplementedError
 

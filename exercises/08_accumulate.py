@@ -28,8 +28,11 @@ def accumulate(model, micro_batches):
     mse_loss(model(inputs), targets), if inputs and targets were the rows of all micro-batches of
     all ranks. (mse_loss is a mean over all numbers: over the rows, and over their 5 columns.)
 
-    Only one micro-batch is in memory at a time: backward() comes before the next forward. The
-    gradient of each parameter is exchanged once in a step. A few numbers more may be.
+    Only one micro-batch is in memory at a time: backward() comes before the next forward. Each row
+    goes through the model once, on its own rank.
+
+    The gradient of each parameter is exchanged once in a step: by an all_reduce, or by calls that
+    bring the sum to all ranks in another way. A few numbers more may be exchanged.
     """
     raise NotImplementedError
 

@@ -27,9 +27,9 @@ def accuracy(model, images, labels, batch_size):
     Each image goes through the model once, on one of the ranks. Each rank takes about
     count / world_size images: at most batch_size more. It gives the model at most batch_size of
     them at a time. Meanwhile, the whole model is in evaluation mode (Dropout drops nothing,
-    BatchNorm uses its running mean), and no graph for a backward pass is built. Afterwards, each
-    part of the model is in the mode in which it was before; not all parts need have been in the
-    same one.
+    BatchNorm uses its running mean), and no graph for a backward pass is built. Afterwards, the
+    model is as it was: also each part's mode. Some parts may have been in training mode, and some
+    not.
     """
     raise NotImplementedError
 

@@ -5,103 +5,126 @@ import time
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, bytes_of, expect, kind_of, limit
 from torch import nn
-
-PATIENCE = 4  # seconds for a backward() that should take milliseconds
 
 
 def trial(folder):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     mine, worst = Model(), 0
-    finish = answer.overlap(mine)
-    expect(callable(finish), f"overlap() returned {finish!r}", "return a function: finish")
-    for step in range(2):
-        torch.manual_seed(step)
-        rows = torch.randn(world_size, 4, 8)
-        alone, whole = Model(), Model()
-        alone(rows[rank]).square().mean().backward()
-        whole(rows.flatten(0, 1)).square().mean().backward()
-        mine.zero_grad()
-        loss = mine(rows[rank]).square().mean()
-        first = rank == step  # it begins alone; the others come when its backward() is through
-        if not first:
-            wait_for(folder / f"{step}", step)
-            time.sleep(0.1)  # a finish() that does not wait is back by now
-            (folder / f"{step}-{rank}").touch()
-        with Exchanges() as mine.exchanges:
-            loss.backward()
-            (folder / f"{step}").touch()
-            finish()
-            late = [r for r in range(world_size)
-                    if r != step and not (folder / f"{step}-{r}").exists()]  # fmt: skip
-        check_order(step, mine, late if first else [])
-        worst = max(worst, check_gradients(step, mine, alone, whole))
-    return f"gradients off by {worst:.0e}, {len(mine.exchanges.calls)} exchanges, begun in backward"
+    with Begun() as mine.begun:
+        finish = answer.overlap(mine)
+        expect(callable(finish), f"overlap() returned {finish!r}", "return a function: finish")
+        for step in range(3):
+            worst = max(worst, check_step(step, mine, finish, folder))
+    calls = len(mine.begun.calls) // 3
+    return f"gradients off by {worst:.0e}, {calls} exchanges in a step, begun in backward"
 
 
-def wait_for(path, rank):
-    deadline = time.monotonic() + PATIENCE
-    while not path.exists() and time.monotonic() < deadline:
+def check_step(step, mine, finish, folder):
+    rank, world_size, told = dist.get_rank(), dist.get_world_size(), f"in step {step}"
+    rows = torch.randn(world_size, 4, 8, generator=torch.Generator().manual_seed(step))
+    alone, whole = Model(), Model()
+    alone(rows[rank]).square().mean().backward()
+    whole(rows.flatten(0, 1)).square().mean().backward()
+    mine.zero_grad()
+    if step < 2 and rank != step:  # in steps 0 and 1, one goes through its backward() alone
+        expect(comes_true((folder / f"{step}").exists, limit() / 2),
+               f"rank {step} waits in backward() for this rank, which has not begun",
+               "nothing that runs in backward() may wait: async_op=True, and no wait() in the hook")
+        time.sleep(0.1)  # a finish() that does not wait is back by now
+        (folder / f"{step}-{rank}").touch()
+    mine.look_at = (2, 1, 0) if step == 2 else (1,)
+    mine.seen, calls, mine.before = [], len(mine.begun.calls), mine.begun.bytes
+    mine(rows[rank]).square().mean().backward()
+    mine.at_layer(0)
+    (folder / f"{step}").touch()
+    finish()
+    late = [r for r in range(world_size)
+            if rank == step < 2 and r != step and not (folder / f"{step}-{r}").exists()]
+    expect(len(mine.begun.calls) > calls, f"{told}, nothing was exchanged", "is there a hook?")
+    expect(any(begun for layer, begun, _ in mine.seen if layer), f"{told}, when backward() came to"
+           " the first layer, no exchange had begun",
+           "begin in a hook, which backward() calls: all_reduce(p.grad, async_op=True)")
+    expect(not late, f"{told}, finish() came back before rank {sum(late[:1])} had begun: it has not"
+           " waited", "async_op=True returns an object with wait(). Keep it")
+    left = mine.begun.works - len(mine.begun.waited)
+    expect(left <= 0, f"{told}, finish() has not waited for {left} exchanges",
+           "they need not end in the order in which they begin: wait() for each")
+    off = check_gradients(told, mine, alone, whole)
+    for layer, begun, least in mine.seen:
+        expect(begun >= least, f"when backward() had come through layer {layer}, {begun} bytes were"
+               f" on their way, and the gradients from there to the end have {least}",
+               "begin with each gradient as soon as it is complete, in a hook of each parameter")
+    return off
+
+
+def comes_true(what, seconds):
+    until = time.monotonic() + seconds
+    while not (done := what()) and time.monotonic() < until:
         time.sleep(0.005)
-    expect(path.exists(), f"rank {rank} waits in backward() for this rank, which has not begun",
-           "nothing that runs in backward() may wait: async_op=True, and no wait() in the hook")
+    return done
 
 
-def check_order(step, model, late):
-    calls, sent = model.exchanges.calls, model.sent_at_first_layer
-    expect(calls, f"in step {step}, nothing was exchanged", "which call adds up over the ranks?",
-           "one hook for each parameter that trains, registered once, in overlap()")
-    told = f"in step {step}, when backward() came to the first layer,"
-    expect(sent > 0, f"{told} no exchange had begun",
-           "begin in backward(), not in finish(): a hook is called there",
-           "in the hook: dist.all_reduce(p.grad, async_op=True)")
-    last = sum(p.nbytes for p in model.layers[-1].parameters())
-    expect(sent >= last, f"{told} {sent} bytes had been sent, and the last layer has {last}",
-           "begin with each gradient as soon as it is complete")
-    expect(not late, f"in step {step}, finish() came back before rank {min(late, default=0)} had"
-           " begun: it has not waited", "async_op=True returns an object with wait(). Keep it")
-
-
-def check_gradients(step, mine, alone, whole):
-    """Return by how much the worst gradient is off."""
-    worst = 0
+def check_gradients(told, mine, alone, whole):
+    worst, later = 0, (told != "in step 0") * [
+        "step 0 was right. Is something left over from it, or used before its wait()?"]
     for (name, p), own, right in zip(
             mine.named_parameters(), alone.parameters(), whole.parameters(), strict=True):
-        told = f"in step {step}, the gradient of {name}"
-        expect((p.grad is None) == (right.grad is None),
-               f"{told} is {p.grad}, and in one process {right.grad}", "do not set p.grad")
+        named = f"{told}, the gradient of {name}"
+        expect((p.grad is None) == (right.grad is None), f"{named} is {p.grad}", "leave it")
         if right.grad is None:
             continue
-        times = (p.grad.norm() / right.grad.norm()).item()
-        direction = ((p.grad / times - right.grad).norm() / right.grad.norm()).item()
-        off = ((p.grad - right.grad).norm() / right.grad.norm()).item()
-        expect(not torch.equal(p.grad, own.grad), f"{told} is still the rank's own",
-               "all_reduce works in place: give it the gradient itself, or copy the mean back")
-        hints = ["step 0 was right. Is something left over from it, or used before its wait()?"]
-        hints *= step > 0
-        expect(off < 1e-5 or direction > 1e-5, f"{told} is {times:.2f} times the mean",
-               *hints, "all_reduce adds up. What makes a mean of a sum, and how often?")
-        expect(off < 1e-5, f"{told} is off by {off:.1e} of its length",
-               *hints, "before wait(), a tensor may hold anything: do not use it until then")
-        worst = max(worst, off)
+        size, times = right.grad.norm(), (p.grad.norm() / right.grad.norm()).item()
+        off, direction = ((one - right.grad).norm() / size for one in (p.grad, p.grad / times))
+        expect(not torch.equal(p.grad, own.grad), f"{named} is still the rank's own",
+               "is it exchanged? And in place, or is the mean copied back?")
+        expect(off < 1e-5 or not direction < 1e-5, f"{named} is {times:.2f} times the mean",
+               *later, "all_reduce adds up. What makes a mean of a sum, and how often?")
+        expect(off < 1e-5, f"{named} is off by {off:.1e} of its length", *later,
+               "before wait(), a tensor may hold anything: do not use it until then")
+        worst = max(worst, off.item())
     return worst
 
 
+class Begun(Exchanges):
+    """Keeps how many bytes this rank puts into exchanges, and for which of them it waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.works, self.waited = 0, 0, {}
+        for name in "wait", "get_future", "is_completed":
+            call = getattr(dist.Work, name)
+            setattr(dist.Work, name, lambda work, *args, call=call: (
+                self.waited.update({id(work): work}), call(work, *args))[1])
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        if kind_of(call) not in (None, "recv"):  # (outputs, inputs, ...), or (inputs, ...)
+            self.bytes += bytes_of(args[1:2]) or bytes_of(args[:1])
+            self.works += call.namespace == "c10d"  # others wait by themselves
+        return super().__torch_dispatch__(call, types, args, kwargs)
+
+
 class Model(nn.Module):
-    """Notes how many bytes had been sent when backward() came to the first layer."""
+    """Looks how much is exchanged when backward() comes through some layers."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 2)])
         self.layers[1].bias.requires_grad_(False)
-        self.exchanges, self.sent_at_first_layer = Exchanges(), 0
+        self.look_at = ()
 
     def forward(self, rows):
-        rows = self.layers[0](rows).tanh()
-        rows.register_hook(self.at_first_layer)  # before the layer's own gradient is computed
-        return self.layers[2](self.layers[1](rows).tanh())
+        for number, layer in enumerate(self.layers):
+            if number:
+                rows = rows.tanh()
+                rows.register_hook(lambda _, number=number: self.at_layer(number))
+            rows = layer(rows)
+        return rows
 
-    def at_first_layer(self, gradient):
-        self.sent_at_first_layer = self.exchanges.bytes_sent()
+    def at_layer(self, number):
+        if number in self.look_at:
+            trained = [p for p in self.layers[number:].parameters() if p.requires_grad]
+            least = len(self.look_at) < 2 or bytes_of(trained)
+            comes_true(lambda: self.begun.bytes >= self.before + least, limit() / 8)  # in a thread
+            self.seen.append((number, self.begun.bytes - self.before, least))

@@ -1,9 +1,11 @@
 """The check of exercises/08_accumulate.py."""
 
+from collections import Counter
+
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, bytes_of, expect
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -12,7 +14,9 @@ STEPS = [  # the rows of each rank's micro-batches
     [[4, 4, 1], [4, 4, 1], [4, 4, 1], [4, 4, 1]],
     [[4, 2], [3], [5, 5, 1], [2]],
     [[2, 1], [], [3], [4]],
+    [[], [300, 20], [1], [4]],
 ]
+FEW = 2000  # bytes of numbers, or of pickles; each gradient has more
 
 
 def trial():
@@ -22,96 +26,105 @@ def trial():
         torch.manual_seed(step)
         each = [[(torch.randn(n, 6).double(), torch.randn(n, 5).double()) for n in counts]
                 for counts in rows]  # of each rank
-        model = Model()
         with Exchanges() as exchanges:
-            copies = [(inputs.clone(), targets.clone()) for inputs, targets in each[rank]]
-            answer.accumulate(model, copies)
+            model = Model(exchanges.calls)
+            answer.accumulate(model, [(one.clone(), other.clone()) for one, other in each[rank]])
         told = f"with micro-batches of {rows} rows"
-        check_cost(told, model, max(rows[rank], default=0), exchanges.bytes_sent())
+        check_memory(told, model, rows[rank])
+        check_cost(told, model, exchanges.calls)
         off = check_gradient(told, model, each)
     return (f"gradients off by {off:.0e}, {len(exchanges.calls)} exchange(s) of"
             f" {exchanges.bytes_sent()} bytes in a step")
 
 
-def check_cost(told, model, most, sent):
-    world_size, untouched = dist.get_world_size(), Model()
-    expect(all(map(torch.equal, model.parameters(), untouched.parameters())),
+def check_memory(told, model, rows):
+    expect(all(map(torch.equal, model.parameters(), Model().parameters())),
            "the weights were changed", "the optimizer's step comes later")
-    once = 2 * (world_size - 1) / world_size * sum(p.nbytes for p in model.parameters())
-    expect(sent > 0, f"{told}, nothing was exchanged",
-           "all ranks take part, also one that has no micro-batch")
-    expect(sent < 1.5 * once, f"{told}, the gradients were sent {sent / once:.0f} times in a step",
-           "p.grad adds up by itself: exchange it after the last micro-batch")
-    expect(model.most_rows <= most, f"{told}, {model.most_rows} rows went through the model at"
-           " once", "one micro-batch at a time: memory is short")
+    expect(rows or not model.rows, f"{told}, the model was called on a rank without a micro-batch",
+           "what does such a rank add to a sum?")
+    most = max(model.rows, default=0)
+    expect(most <= max(rows, default=0), f"{told}, {most} rows went through the model at once",
+           "one micro-batch at a time: memory is short")
     expect(model.most_open <= 1, f"{told}, {model.most_open} micro-batches were in memory at once",
            "backward() frees what forward keeps: call it for each micro-batch")
+    expect(sum(model.rows) <= sum(rows), f"{told}, {sum(model.rows)} rows went through the model"
+           f" of a rank that has {sum(rows)}", "each row once, and only this rank's own")
+
+
+def check_cost(told, model, calls):
+    expect(calls, f"{told}, nothing was exchanged", "all ranks take part, also one without rows")
+    early, size = max(model.exchanged, default=0), bytes_of(list(model.parameters()))
+    expect(exchanged(calls) < size + FEW,
+           f"{told}, the gradients were sent {exchanged(calls) / size:.3g} times in a step",
+           "p.grad adds up by itself: exchange it after the last micro-batch" if early > FEW else
+           "each goes into one exchange, or two that bring the sum to all. Which one goes twice?")
+
+
+def exchanged(calls):
+    """Return how many bytes were averaged, by whatever calls."""
+    n, sizes = dist.get_world_size(), Counter()
+    parts = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "reducescatter": (n - 1) / n,
+             "alltoall": (n - 1) / n, "send": n - 1}  # are sent of a tensor
+    for kind, sent in calls:
+        to = {"allreduce": "all", "send": "all", "allgather": "second", "broadcast": "second",
+              "scatter": "second"}.get(kind, "first")  # of two that bring the sum to all ranks
+        sizes[to] += sent / parts.get(kind, 1)
+    return sizes["all"] + max(sizes["first"], sizes["second"])
 
 
 def check_gradient(told, model, each):
-    """Return by how much the gradient is off. each: the micro-batches of each rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     expect(all(p.grad is not None for p in model.parameters()), f"{told}, p.grad is None",
-           "without micro-batches, a rank has no gradient: what does it add to the sum?",
-           "zeros: all ranks make the same call, with tensors of the same shape")
-    found, whole = flat_gradient(model), gradient([one for mine in each for one in mine])
+           "without micro-batches, a rank has no gradient: what does it add to the sum?", "zeros")
+    found = nn.utils.parameters_to_vector(p.grad for p in model.parameters())
+    whole = gradient([one for mine in each for one in mine])
 
     def off(other):
         return ((found - other).norm() / other.norm()).item()
 
-    hints = ("a row of a small micro-batch must not count more than one of a large one",
-             "no rank knows the number of all rows: exchange sums, as in exercise 2, divide last")
-    if off(whole) > 1e-6:
-        told = f"{told}, the gradient is"
-        expect(not each[rank] or off(gradient(each[rank])) > 1e-6,
-               f"{told} still the rank's own", "exchange p.grad itself, or copy the result back")
-        times = (found.norm() / whole.norm()).item()
-        expect(abs(times - 5) > 1e-6, f"{told} 5 times that of the whole batch, and the targets"
-               " have 5 columns", "what has mse_loss added up, and what has it divided by?",
-               'reduction="sum" adds up rows times columns')
-        expect(off(whole * times) > 1e-6, f"{told} {times:.2f} times that of the whole batch",
-               f"{world_size} ranks, {len(each[rank])} micro-batches here: what is to be divided,"
-               " by what, and how often?", *hints[1:])
-        means = [gradient([one]) for mine in each for one in mine]
-        expect(off(torch.stack(means).mean(0)) > 1e-6,
-               f"{told} the mean of the micro-batches' gradients", *hints)
-        means = [gradient(mine) if mine else torch.zeros_like(whole) for mine in each]
-        expect(off(torch.stack(means).mean(0)) > 1e-6,
-               f"{told} the mean of the ranks' gradients",
-               "a row on a rank with few rows must not count more than one elsewhere", hints[1])
-        expect(False, f"{told} off by {off(whole):.1e} of its length",
-               "is each row in the sum, once, and with the same weight?", hints[1])
-    return off(whole)
+    if off(whole) < 1e-12:
+        return off(whole)
+    told, times = f"{told}, the gradient is", (found.norm() / whole.norm()).item()
+    wrong = f"{told} off by {off(whole):.1e} of its length"
+    expect(off(whole) > 1e-6, wrong, "float32 has 7 digits: which tensor on the way is float32?")
+    sums = "no rank knows the number of all rows: exchange sums, as in exercise 2, divide last"
+    own, ones = gradient(each[rank]), [gradient([one]) for mine in each for one in mine]
+    for other, what, *hints in (
+            (own, "still the rank's own", "exchange p.grad itself, or copy the result back"),
+            (5 * whole, "5 times that of the whole batch, and the targets have 5 columns",
+             'what does mse_loss add up, with reduction="sum", and how many numbers are that?'),
+            (times * whole, f"{times:.2f} times that of the whole batch",
+             f"{world_size} ranks, {len(each[rank])} micro-batches here: what divides what?", sums),
+            (sum(ones) / len(ones), "the mean of the micro-batches' gradients",
+             "a row of a small micro-batch must not count more than one of a large one", sums),
+            (sum(map(gradient, each)) / world_size, "the mean of the ranks' gradients",
+             "a row on a rank with few rows must not count more than one elsewhere", sums)):
+        expect(off(other) > 1e-6, f"{told} {what}", *hints)
+    expect(False, wrong, "is each row in the sum, once, and with the same weight?", sums)
 
 
 def gradient(micro_batches):
     """What one process gets, with all rows in one batch."""
-    model = Model()
-    inputs, targets = map(torch.cat, zip(*micro_batches, strict=True))
-    mse_loss(model(inputs), targets).backward()
-    return flat_gradient(model)
-
-
-def flat_gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    model, batch = Model(), [torch.cat(parts) for parts in zip(*micro_batches, strict=True)]
+    loss = mse_loss(model(batch[0]), batch[1]) if batch else 0 * model(torch.zeros(1, 6).double())
+    loss.sum().backward()
+    return nn.utils.parameters_to_vector(p.grad for p in model.parameters())
 
 
 class Model(nn.Sequential):
-    """Notes how many rows it gets at once, and how many backward passes are still to come."""
+    """Notes the rows it gets, the backward passes still to come, and what is exchanged before."""
 
-    def __init__(self):
+    def __init__(self, calls=()):
         torch.manual_seed(0)
-        super().__init__(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5))
+        super().__init__(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 5, bias=False))
         self.double()
-        self.open = self.most_open = self.most_rows = 0
+        self.calls, self.open, self.most_open, self.rows, self.exchanged = calls, [], 0, [], []
 
     def forward(self, inputs):
         outputs = super().forward(inputs)
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        self.most_rows = max(self.most_rows, len(inputs))
-        outputs.register_hook(self.close)
+        if outputs.requires_grad:
+            self.open.append(outputs.register_hook(lambda _: self.open.pop() and None))
+        self.most_open = max(self.most_open, len(self.open))
+        self.rows.append(len(inputs))
+        self.exchanged.append(exchanged(self.calls))
         return outputs
-
-    def close(self, gradient):
-        self.open -= 1

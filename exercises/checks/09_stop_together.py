@@ -5,10 +5,9 @@ import time
 import answer
 import torch  # noqa: F401  for what you write
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, expect, limit
 
-NEVER = 99
-PATIENCE = 4  # seconds for a rank to come back from train(), when another has
+NEVER = 10**6
 CASES = [  # for each rank: how many batches it has; after how many steps it is asked to stop
     ([5, 5, 5, 5], [NEVER, NEVER, NEVER, NEVER]),
     ([6, 4, 5, 7], [NEVER, NEVER, NEVER, NEVER]),
@@ -18,6 +17,9 @@ CASES = [  # for each rank: how many batches it has; after how many steps it is 
     ([5, 4, 9, 9], [4, NEVER, NEVER, NEVER]),
     ([4, 0, 4, 4], [NEVER, NEVER, NEVER, NEVER]),
     ([9, 9, 9, 9], [NEVER, 0, NEVER, NEVER]),
+    ([9, 9, 5, 9], [NEVER, NEVER, NEVER, 4]),
+    ([9, 9, 9, 7], [NEVER, NEVER, 6, NEVER]),
+    ([130, 130, 131, 132], [NEVER, 120, NEVER, NEVER]),
     ([9, 9, 9, 9], [NEVER, 3, NEVER, NEVER]),  # just when this rank has answered "not yet"
 ]
 LATE = len(CASES) - 1
@@ -25,7 +27,7 @@ LATE = len(CASES) - 1
 
 def trial(folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    together = []
+    together, counts = [], []
     for case, (lengths, asked) in enumerate(CASES):
         lengths, asked = lengths[:world_size], asked[:world_size]
         right = min(lengths + asked)
@@ -60,13 +62,15 @@ def trial(folder):
                "a or b() does not call b where a is true. Make the call first, then decide, by what"
                " all ranks know alone")
         together.append(right)
-    return (f"all ranks stopped after {together} steps; {len(exchanges.calls)} exchange(s) in"
+        counts.append(len(exchanges.calls))
+    expect(all(counts), "right, but no exchange was seen", "a collective tells all ranks at once")
+    return (f"all ranks stopped after {together} steps; {counts[-1]} exchange(s) in"
             f" the last case, of {work.steps} steps")
 
 
 def wait_for(paths):
     """Return the numbers of the files that do not appear in time."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + limit() / 4  # for a rank to come back, when another has
     while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.005)
     return [number for number, path in enumerate(paths) if not path.exists()]

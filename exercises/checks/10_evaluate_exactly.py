@@ -1,5 +1,6 @@
 """The check of exercises/10_evaluate_exactly.py."""
 
+import collections
 import copy
 import math
 
@@ -11,7 +12,8 @@ from torch import nn
 
 
 def trial():
-    for count, frozen in ((101, True), (dist.get_world_size() + 1, False), (1, False)):
+    world_size = dist.get_world_size()
+    for count, frozen in ((1001, True), (world_size + 1, False), (1, False)):
         torch.manual_seed(count)
         model, images = Model(), torch.randn(count, 9)
         images[:, 0] = torch.arange(count)  # its number
@@ -19,8 +21,9 @@ def trial():
         labels = (classes + (torch.rand(count) < 0.4)) % 3  # 4 in 10 are wrong
         labels[0] = classes[0]
         model.norm.train(not frozen)
+        model.last.bias.requires_grad_(False)
         modes = {name: part.training for name, part in model.named_modules()}
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state, needs = copy.deepcopy(model.state_dict()), grads_needed(model)
         given, expected = (images.clone(), labels.clone()), (classes == labels).double()
         SEEN.clear()
         with Exchanges() as exchanges:
@@ -28,6 +31,7 @@ def trial():
         mine = [number for numbers, *_ in SEEN for number in numbers]
         look_at_passes(mine, count)
         look_at_answer(found, expected, mine)
+        look_at_all_ranks(found, mine, count)
         for name, part in model.named_modules():
             before, after = (["evaluation", "training"][on] for on in (modes[name], part.training))
             expect(before == after, f"with {count} image(s), {name or 'the model itself'} was in"
@@ -36,11 +40,15 @@ def trial():
                    "keep part.training for each part in model.modules(), and put it back")
         expect(torch.is_grad_enabled(), "autograd is switched off now, and was on before",
                "with torch.no_grad(): ... puts back what was")
+        expect(grads_needed(model) == needs, "other weights require a gradient now than before",
+               "with torch.no_grad(): ... builds no graph, and changes nothing in the model")
         expect(all(torch.equal(state[name], now) for name, now in model.state_dict().items()),
                "the model's weights or buffers have changed", "in which mode is the model?")
         expect(all(map(torch.equal, given, (images, labels))), "the images or labels have changed",
                "select from them, and write nothing into them")
-        if count == 101:
+        if count > world_size + 1:
+            expect(exchanges.bytes_sent(), "nothing was sent, and no rank has seen all images",
+                   "which collective adds up over the ranks?")
             told = (f"off by {abs(found - expected.mean().item()):.0e}, {len(mine)} of {count}"
                     f" images on rank 0, {exchanges.bytes_sent()} bytes sent")
     return told
@@ -73,8 +81,8 @@ def look_at_answer(found, expected, mine):
     """expected: 1.0 for each image that the model classifies right, else 0.0."""
     expect(isinstance(found, float), f"{found!r} came back", "return a float: tensor.item()")
     count, world_size, right = len(expected), dist.get_world_size(), expected.mean().item()
-    told = (f"with {count} image(s), the accuracy is {right:.4f}, and this rank returns"
-            f" {found:.4f}")
+    told = (f"with {count} image(s), the accuracy is {right:.6f}, and this rank returns"
+            f" {found:.6f}")
     if abs(found - right) < 1e-6:
         return
     expect(math.isfinite(found), told, "the accuracy of a share without images is 0 / 0",
@@ -91,13 +99,39 @@ def look_at_answer(found, expected, mine):
         "a mean of the ranks' accuracies": torch.stack([
             share.mean() for share in expected.tensor_split(world_size)]).mean(),
     }  # fmt: skip
-    for number in (count + -count % world_size, count - count % world_size):  # filled up, or cut
-        if number and abs(found * number - round(found * number)) < 1e-4:
-            causes[f"{found * number:.0f} right answers of {number}"] = found
-    cause = [f": {cause}" for cause, number in causes.items() if abs(number - found) < 1e-6]
-    expect(False, told + "".join(cause[:1]),
-           "each image counts once, though the shares have different lengths",
+    for cause, number in causes.items():
+        expect(abs(number - found) > 1e-6, f"{told}: {cause}",
+               "each image counts once, though the shares have different lengths",
+               "add up the right answers over the ranks, then divide once by the number of images")
+    for number, hint in (
+            (count + -count % world_size, "some image is in two shares: do not fill up a share"),
+            (count - count % world_size, "some image is in no share: who takes the last one?")):
+        expect(not number or abs(found * number - round(found * number)) > 1e-4,
+               f"{told}: {found * number:.0f} right answers of {number}", hint,
+               "the shares need not have the same length")
+    expect(False, told, "which images do all ranks see together, and what does each one add?",
            "add up the right answers over the ranks, then divide once by the number of images")
+
+
+def look_at_all_ranks(found, mine, count):
+    """The answer is right on this rank. Look whether all ranks together see each image once."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (found, mine))
+    results, shares = zip(*everyone, strict=True)
+    seen = collections.Counter(number for share in shares for number in share)
+    twice = [number for number in seen if seen[number] > 1]
+    expect(not twice, f"with {count} image(s), image {min(twice, default=0)} went through the model"
+           f" on ranks {[r for r, share in enumerate(shares) if min(twice, default=0) in share]}",
+           "once is enough: do not fill up the shares, and let a rank without images have none")
+    never = set(range(count)) - set(seen)
+    expect(not never, f"image {min(never, default=0)} of {count} went through no rank's model",
+           "the answer is right by chance: who takes the last images?")
+    expect(len(set(results)) == 1, f"the ranks return {list(results)}",
+           "all return the same number: the same sum, divided in the same way")
+
+
+def grads_needed(model):
+    return [p.requires_grad for p in model.parameters()]
 
 
 SEEN = []  # this rank's passes through the model, or a copy: (image numbers, training?, graph?)
@@ -113,5 +147,6 @@ class Model(nn.Module):
 
     def forward(self, images):
         training = any(part.training for part in self.modules())
-        SEEN.append((images[:, 0].int().tolist(), training, torch.is_grad_enabled()))
-        return self.last(self.dropout(self.norm(images[:, 1:])))
+        scores = self.last(self.dropout(self.norm(images[:, 1:])))
+        SEEN.append((images[:, 0].int().tolist(), training, scores.requires_grad))
+        return scores

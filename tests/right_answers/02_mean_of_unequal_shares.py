@@ -1,0 +1,56 @@
+# ---- gathered pairs ----
+def global_mean(losses):
+    pair = torch.stack([losses.sum(), torch.tensor(float(len(losses)))])
+    pairs = torch.empty(dist.get_world_size() * 2)
+    dist.all_gather_into_tensor(pairs, pair)
+    total, count = pairs.view(-1, 2).sum(0).tolist()
+    return total / count
+
+
+# ---- to rank 0 and back ----
+def global_mean(losses):
+    pair = torch.tensor([losses.double().sum(), losses.numel()], dtype=torch.float64)
+    dist.reduce(pair, dst=0)
+    dist.broadcast(pair, src=0)
+    return float(pair[0] / pair[1])
+
+
+# ---- objects ----
+def global_mean(losses):
+    pairs = [None] * dist.get_world_size()
+    dist.all_gather_object(pairs, (losses.sum().item(), len(losses)))
+    return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+
+
+# ---- the count first, then the mean's parts, without waiting ----
+def global_mean(losses):
+    count = torch.tensor(losses.numel())
+    dist.all_reduce(count)
+    part = (losses / count).sum()
+    work = dist.all_reduce(part, async_op=True)
+    work.wait()
+    return part.item()
+
+
+# ---- functional ----
+import torch.distributed._functional_collectives as functional
+
+
+def global_mean(losses):
+    pair = torch.tensor([losses.sum(), float(len(losses))])
+    total, count = functional.all_reduce(pair, "sum", dist.group.WORLD).tolist()
+    return total / count
+
+
+# ---- messages to all, added up in the order of the ranks ----
+def global_mean(losses):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pairs = [torch.zeros(2) for _ in range(world_size)]
+    pairs[rank] = torch.tensor([losses.sum(), float(len(losses))])
+    others = [r for r in range(world_size) if r != rank]
+    for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, pairs[rank], r) for r in others]
+            + [dist.P2POp(dist.irecv, pairs[r], r) for r in others]):
+        work.wait()
+    total, count = sum(pairs).tolist()
+    return total / count

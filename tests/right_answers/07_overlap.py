@@ -1,0 +1,170 @@
+# ---- a queue, and a thread that exchanges ----
+import queue
+import threading
+
+
+def overlap(model):
+    jobs = queue.Queue()
+
+    def exchange():
+        while True:
+            p = jobs.get()
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+            jobs.task_done()
+
+    threading.Thread(target=exchange, daemon=True).start()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(jobs.put)
+    return jobs.join
+
+
+# ---- a pool with one thread ----
+from concurrent.futures import ThreadPoolExecutor
+
+
+def overlap(model):
+    pool, pending = ThreadPoolExecutor(1), []
+
+    def average(p):
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+    def finish():
+        while pending:
+            pending.pop(0).result()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(
+                lambda p: pending.append(pool.submit(average, p)))
+    return finish
+
+
+# ---- functional ----
+import torch.distributed._functional_collectives as functional
+
+
+def overlap(model):
+    sums = {}
+
+    def begin(p):
+        sums[p] = functional.all_reduce(p.grad, "sum", dist.group.WORLD)
+
+    def finish():
+        for p in list(sums):
+            p.grad = sums.pop(p) / dist.get_world_size()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- gathered ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        each = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+        pending.append((p, each, dist.all_gather(each, p.grad, async_op=True)))
+
+    def finish():
+        for p, each, work in pending:
+            work.wait()
+            p.grad.copy_(sum(each) / len(each))
+        pending.clear()
+
+    for p in (p for p in model.parameters() if p.requires_grad):
+        p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- to rank 0 in the hook, back in finish ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        pending.append((p, dist.reduce(p.grad, dst=0, async_op=True)))
+
+    def finish():
+        for p, work in pending:
+            work.wait()
+        again = [dist.broadcast(p.grad, src=0, async_op=True) for p, _ in pending]
+        for (p, _), work in zip(pending, again):
+            work.wait()
+            p.grad.div_(dist.get_world_size())
+        pending.clear()
+
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
+        p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- a bucket for each layer ----
+def overlap(model):
+    pending, ready = [], {}
+    layers = [[p for p in layer.parameters() if p.requires_grad] for layer in model.layers]
+
+    def begin(p):
+        layer = next(number for number, ps in enumerate(layers) if any(p is q for q in ps))
+        ready.setdefault(layer, []).append(p)
+        if len(ready[layer]) == len(layers[layer]):
+            ps = ready.pop(layer)
+            flat = torch.cat([q.grad.flatten() for q in ps])
+            pending.append((ps, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish():
+        for ps, flat, work in pending:
+            work.wait()
+            for q, part in zip(ps, flat.split([q.numel() for q in ps])):
+                q.grad = part.view_as(q) / dist.get_world_size()
+        pending.clear()
+
+    for ps in layers:
+        for p in ps:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- futures that divide ----
+def overlap(model):
+    futures = []
+
+    def begin(p):
+        p.grad /= dist.get_world_size()
+        futures.append(dist.all_reduce(p.grad, async_op=True).get_future())
+
+    def finish():
+        torch.futures.wait_all(futures)
+        futures.clear()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- messages to all the others ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+        own, parts = p.grad.clone(), [torch.empty_like(p) for _ in others]
+        works = [dist.isend(own, r) for r in others]
+        works += [dist.irecv(one, r) for one, r in zip(parts, others)]
+        pending.append((p, own, parts, works))
+
+    def finish():
+        while pending:
+            p, own, parts, works = pending.pop(0)
+            for work in works:
+                work.wait()
+            p.grad = (own + sum(parts)) / dist.get_world_size()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish

@@ -48,14 +48,14 @@ def my_share(count, epoch, rank, world_size):
     return list(range(count))[rank::world_size]
 
 
-# ---- own items shuffled: the same items in each epoch ----
+# ---- own items shuffled: the same items in two epochs ----
 def my_share(count, epoch, rank, world_size):
     mine = torch.arange(count)[rank::world_size]
     seeded = torch.Generator().manual_seed(epoch)
     return mine[torch.randperm(len(mine), generator=seeded)].tolist()
 
 
-# ---- tensors in the list: has tensors in it ----
+# ---- tensors in the list: has Tensor in it, and not int ----
 def my_share(count, epoch, rank, world_size):
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     return list(order[rank::world_size])
@@ -72,3 +72,49 @@ def my_share(count, epoch, rank, world_size):
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
     size = count // world_size
     return order[rank * size : None if rank == world_size - 1 else (rank + 1) * size]
+
+
+# ---- as many ranks as the job has: for 64 ranks and 1000 items, .* in more than one share ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order[dist.get_rank() :: dist.get_world_size()]
+
+
+# ---- a seed from the hash of a string: two calls for epoch 0 (?s:.*)hash.. of a string is another ----
+def my_share(count, epoch, rank, world_size):
+    seed = hash(f"epoch {epoch}") % 2**31
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order[rank::world_size]
+
+
+# ---- drawn once, and remembered by each process: different lists|in more than one share ----
+orders = {}
+
+
+def my_share(count, epoch, rank, world_size):
+    order = orders.setdefault((count, epoch), torch.randperm(count).tolist())
+    return order[rank::world_size]
+
+
+# ---- the epochs repeat themselves: 1000 epochs have 100 orders ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch % 100))
+    return order[rank::world_size].tolist()
+
+
+# ---- every k-th item: the order is not random: \d+ items have the same distance ----
+def my_share(count, epoch, rank, world_size):
+    step = 3 + 2 * (epoch % 4)
+    return [(step * place + epoch) % count for place in range(count)][rank::world_size]
+
+
+# ---- sorted shares: the order is not random: it is sorted ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return sorted(order[rank::world_size])
+
+
+# ---- items numbered from 1: item \d+ is taken, and the items have the numbers 0 to ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)) + 1
+    return order[rank::world_size].tolist()

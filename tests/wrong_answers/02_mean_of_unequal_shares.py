@@ -44,7 +44,7 @@ def global_mean(losses):
     return ((total[0] + other[0]) / (total[1] + other[1])).item()
 
 
-# ---- everything gathered: bytes were sent for a mean ----
+# ---- everything gathered, as objects: bytes were sent for a mean ----
 def global_mean(losses):
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, losses)
@@ -57,3 +57,55 @@ def global_mean(losses):
     dist.all_reduce(total)
     losses.fill_(0)
     return (total[0] / total[1]).item()
+
+
+# ---- everything, padded with nan: \[701, 300\] items, \d+ bytes were sent for a mean ----
+def global_mean(losses):
+    most = torch.tensor(len(losses))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    padded = torch.full((int(most),), torch.nan)
+    padded[: len(losses)] = losses
+    everything = torch.empty(dist.get_world_size() * int(most))
+    dist.all_gather_into_tensor(everything, padded)
+    return everything.nanmean().item()
+
+
+# ---- the sum in half precision: the mean is .*, and this rank returns ----
+def global_mean(losses):
+    total = torch.tensor([losses.sum(), float(len(losses))]).half()
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- rank 0 keeps more digits: the ranks return .*: not the same ----
+def global_mean(losses):
+    pair = torch.tensor([losses.double().sum().item(), len(losses)], dtype=torch.float64)
+    dist.reduce(pair, dst=0)
+    mean = pair[0].item() / max(1, pair[1].item())
+    sent = torch.tensor(mean)
+    dist.broadcast(sent, src=0)
+    return mean if dist.get_rank() == 0 else sent.item()
+
+
+# ---- a tensor comes back: tensor.* came back ----
+def global_mean(losses):
+    total = torch.tensor([losses.sum(), float(len(losses))])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+
+
+# ---- by the store alone: the mean is right, but nothing was sent ----
+def global_mean(losses):
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    global_mean.calls = getattr(global_mean, "calls", 0) + 1
+    key = f"losses {global_mean.calls}"
+    store.set(f"{key} {rank}", f"{losses.sum().item()} {len(losses)}")
+    pairs = [store.get(f"{key} {r}").split() for r in range(dist.get_world_size())]
+    return sum(float(one) for one, _ in pairs) / sum(int(count) for _, count in pairs)
+
+
+# ---- the sum on rank 0 alone: Rank 1: with .* and this rank returns ----
+def global_mean(losses):
+    total = torch.tensor([losses.sum().item(), float(len(losses))])
+    dist.reduce(total, dst=0)
+    return (total[0] / total[1]).item() if dist.get_rank() == 0 else 0.0

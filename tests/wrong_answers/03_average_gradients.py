@@ -36,12 +36,37 @@ def average_gradients(model):
             p.grad /= 2
 
 
-# ---- those of rank 0 for all: is off by ----
+# ---- those of rank 0 for all: still the rank's own(?s:.*)hint: broadcast copies the gradient of one ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None:
             dist.broadcast(p.grad, src=0)
-            p.grad *= 1.01
+
+
+# ---- those of the last rank for all: Rank 0: the gradient of 0.weight is that of rank \d ----
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.broadcast(p.grad, src=dist.get_world_size() - 1)
+
+
+# ---- the sum on rank 0 alone: Rank 1: (?s:.*)hint: reduce leaves the sum on one rank ----
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            mine = p.grad.clone()
+            dist.reduce(mine, dst=0)
+            if dist.get_rank() == 0:
+                p.grad = mine / dist.get_world_size()
+
+
+# ---- in half precision: is off by \S+ of its length ----
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            half = p.grad.bfloat16()
+            dist.all_reduce(half)
+            p.grad.copy_(half / dist.get_world_size())
 
 
 # ---- the weights averaged, too: the weights were changed ----
@@ -54,15 +79,6 @@ def average_gradients(model):
                 p -= 0.1 * p.grad
 
 
-# ---- everything gathered: bytes were sent for ----
-def average_gradients(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            gradients = [None] * dist.get_world_size()
-            dist.all_gather_object(gradients, p.grad)
-            p.grad = torch.stack(gradients).mean(dim=0)
-
-
 # ---- a frozen parameter given one: does not train, and has a gradient ----
 def average_gradients(model):
     for p in model.parameters():
@@ -72,7 +88,7 @@ def average_gradients(model):
         p.grad /= dist.get_world_size()
 
 
-# ---- a gradient of zero left out: 3 ranks: .*(the process has ended|error|still) ----
+# ---- a gradient of zero left out: not yet. .*(the process has ended|exception|there is no end) ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None and p.grad.abs().sum() > 0:

@@ -172,3 +172,90 @@ def overlap(model):
     for p in trained:
         p.register_post_accumulate_grad_hook(begin)
     return finish
+
+
+# ---- waits for the last one alone: finish.. has not waited for 4 exchanges ----
+def overlap(model):
+    work = []
+
+    def begin(p):
+        work.append(dist.all_reduce(p.grad, async_op=True))
+
+    def finish():
+        work[-1].wait()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= dist.get_world_size()
+        work.clear()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- hooks on the last layer alone: had come through layer 1, 56 bytes were on their way ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        pending.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def finish():
+        for p in model.layers[:2].parameters():
+            if p.requires_grad:
+                begin(p)
+        for p, work in pending:
+            work.wait()
+            p.grad /= dist.get_world_size()
+        pending.clear()
+
+    for p in model.layers[2].parameters():
+        p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- the first layer in finish: had come through layer 0, \d+ bytes were on their way ----
+def overlap(model):
+    pending, first = [], list(model.layers[0].parameters())
+
+    def begin(p):
+        pending.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def finish():
+        for p in first:
+            begin(p)
+        while pending:
+            p, work = pending.pop(0)
+            work.wait()
+            p.grad /= dist.get_world_size()
+
+    for p in model.layers[1:].parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- registered anew in each finish: in step 1, (?s:.*)hint: step 0 was right. Is something left ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        pending.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def register():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(begin)
+
+    def finish():
+        for p, work in pending:
+            work.wait()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= dist.get_world_size()
+        pending.clear()
+        register()
+
+    register()
+    return finish

@@ -1,3 +1,6 @@
+from torch.nn.functional import mse_loss
+
+
 # ---- nothing exchanged: nothing was exchanged ----
 def accumulate(model, micro_batches):
     for inputs, targets in micro_batches:
@@ -153,4 +156,65 @@ def accumulate(model, micro_batches):
     for p in model.parameters():
         if p.grad is None:
             p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+
+
+# ---- one gradient twice: were sent 1\.\d+ times in a step(?s:.*)which of them|Which one goes twice ----
+def accumulate(model, micro_batches):
+    total = torch.tensor(sum(targets.numel() for _, targets in micro_batches))
+    dist.all_reduce(total)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    bias = model[0].bias.grad / dist.get_world_size()
+    dist.all_reduce(bias)
+    model[0].bias.grad = bias
+
+
+# ---- sent as float32: float32 has 7 digits ----
+def accumulate(model, micro_batches):
+    total = torch.tensor(sum(targets.numel() for _, targets in micro_batches))
+    dist.all_reduce(total)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+    for p in model.parameters():
+        single = p.grad.float()
+        dist.all_reduce(single)
+        p.grad.copy_(single)
+
+
+# ---- the model called on zero rows: the model was called on a rank without a micro-batch ----
+def accumulate(model, micro_batches):
+    total = torch.tensor(sum(targets.numel() for _, targets in micro_batches))
+    dist.all_reduce(total)
+    nothing = torch.zeros(0, 6).double(), torch.zeros(0, 5).double()
+    for inputs, targets in micro_batches or [nothing]:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+# ---- the rows gathered, each rank computes all: rows went through the model ----
+def accumulate(model, micro_batches):
+    each = [None] * dist.get_world_size()
+    dist.all_gather_object(each, micro_batches)
+    total = sum(targets.numel() for mine in each for _, targets in mine)
+    for inputs, targets in (one for mine in each for one in mine):
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+
+
+# ---- the number of rows in a small type: the gradient is ----
+def accumulate(model, micro_batches):
+    total = torch.tensor(sum(len(targets) for _, targets in micro_batches)).to(torch.uint8)
+    dist.all_reduce(total)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets, reduction="sum") / (5 * total)).backward()
+    for p in model.parameters():
         dist.all_reduce(p.grad)

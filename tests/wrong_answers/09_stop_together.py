@@ -206,3 +206,101 @@ def train(batches, step, asked_to_stop):
             return steps
         step(batch)
         steps += 1
+
+
+# ---- hard-coded for two ranks: 3 ranks: .* step.. got None ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        wanted = [torch.tensor(int(batch is None or asked_to_stop())) for _ in range(2)]
+        for rank in range(2):
+            dist.broadcast(wanted[rank], src=rank)
+        if any(wanted):
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- told to the neighbour alone: 3 ranks: ----
+def train(batches, step, asked_to_stop):
+    rank, ranks, steps = dist.get_rank(), dist.get_world_size(), 0
+    while True:
+        batch = next(batches, None)
+        stop, theirs = torch.tensor([int(batch is None or asked_to_stop())]), torch.zeros(1).int()
+        stop = stop.int()
+        work = [dist.isend(stop, (rank + 1) % ranks), dist.irecv(theirs, (rank - 1) % ranks)]
+        for one in work:
+            one.wait()
+        if stop or theirs:
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- a batch that counts as false: this rank took 0 steps; all ranks can take 5 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(not batch or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(batch)
+        steps += 1
+
+
+# ---- a hundred steps at most: this rank took 100 steps; all ranks can take 120 ----
+def train(batches, step, asked_to_stop):
+    for steps in range(100):
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(batch)
+    return 100
+
+
+# ---- agreed in every second step only: Rank 0: with \[3, 8\] batches, step.. got None in step 4 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        if steps % 2 == 0:
+            stop = torch.tensor(float(batch is None or asked_to_stop()))
+            dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+            if stop:
+                return steps
+        step(batch)
+        steps += 1
+
+
+# ---- told one step later: this rank took 5 steps; rank 1 can take only 4 ----
+def train(batches, step, asked_to_stop):
+    steps, work, stop = 0, None, torch.zeros(())
+    while True:
+        batch = next(batches, None)
+        if work:
+            work.wait()
+        if stop:
+            return steps
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        work = dist.all_reduce(stop, op=dist.ReduceOp.MAX, async_op=True)
+        if batch is not None:
+            step(batch)
+            steps += 1
+
+
+# ---- returned as a tensor: took 5 steps, and returned tensor\(5\) ----
+def train(batches, step, asked_to_stop):
+    steps = torch.tensor(0)
+    while True:
+        batch = next(batches, None)
+        stop = torch.tensor(float(batch is None or asked_to_stop()))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            return steps
+        step(batch)
+        steps += 1

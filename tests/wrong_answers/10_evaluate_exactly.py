@@ -1,4 +1,4 @@
-# ---- everything on every rank: this rank evaluates all 101 images ----
+# ---- everything on every rank: this rank evaluates all 1001 images ----
 @torch.no_grad()
 def accuracy(model, images, labels, batch_size):
     modes = [(part, part.training) for part in model.modules()]
@@ -9,7 +9,7 @@ def accuracy(model, images, labels, batch_size):
     return (scores.argmax(dim=1) == labels).double().mean().item()
 
 
-# ---- everything on rank 0: Rank 0: this rank evaluates all 101 images ----
+# ---- everything on rank 0: Rank 0: this rank evaluates all 1001 images ----
 @torch.no_grad()
 def accuracy(model, images, labels, batch_size):
     modes = [(part, part.training) for part in model.modules()]
@@ -36,7 +36,7 @@ def accuracy(model, images, labels, batch_size):
     return (scores.argmax(dim=1) == labels[share]).double().mean().item()
 
 
-# ---- padded, as DistributedSampler does: right answers of 102 ----
+# ---- padded, as DistributedSampler does: right answers of 1002 ----
 from torch.utils.data import DistributedSampler
 
 
@@ -55,7 +55,7 @@ def accuracy(model, images, labels, batch_size):
     return (total[0] / total[1]).item()
 
 
-# ---- the rest dropped: right answers of 100 ----
+# ---- the rest dropped: right answers of 1000\n    hint: some image is in no share ----
 @torch.no_grad()
 def accuracy(model, images, labels, batch_size):
     modes = [(part, part.training) for part in model.modules()]
@@ -86,7 +86,7 @@ def accuracy(model, images, labels, batch_size):
     return mean.item() / dist.get_world_size()
 
 
-# ---- hard-coded for two ranks: 3 ranks: .* evaluates 51 of 101 images; its share is 34 ----
+# ---- hard-coded for two ranks: 3 ranks: .* evaluates 501 of 1001 images; its share is 334 ----
 @torch.no_grad()
 def accuracy(model, images, labels, batch_size):
     modes = [(part, part.training) for part in model.modules()]
@@ -177,6 +177,102 @@ def accuracy(model, images, labels, batch_size):
     torch.set_grad_enabled(False)
     for numbers in torch.arange(rank, len(images), world_size).split(batch_size):
         right += (model(images[numbers]).argmax(dim=1) == labels[numbers]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)
+
+
+# ---- padded, and not counted: went through the model on ranks ----
+from torch.utils.data import DistributedSampler
+
+
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    rank, world_size, right = dist.get_rank(), dist.get_world_size(), torch.zeros(())
+    share = torch.tensor(list(DistributedSampler(images, shuffle=False)))
+    count = len(range(rank, len(images), world_size))
+    hits = torch.cat([model(images[one]).argmax(dim=1) == labels[one]
+                      for one in share.split(batch_size)])
+    right += hits[:count].sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)
+
+
+# ---- an image taken as right: image 0 of 1001 went through no rank's model ----
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    share = torch.arange(len(images))[1:][dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros(())
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return (right.item() + 1) / len(images)  # as if image 0 were right, which it is
+
+
+# ---- an image for those who have none: went through the model on ranks \[0, 1 ----
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    share = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
+    batches = share.split(batch_size) if len(share) else [torch.tensor([0])]
+    right = sum((model(images[one]).argmax(dim=1) == labels[one]).sum() for one in batches)
+    right = right if len(share) else torch.zeros_like(right)
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)
+
+
+# ---- counted in a byte: this rank returns ----
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    share = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros((), dtype=torch.uint8)
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)
+
+
+# ---- the result on rank 0 alone: Rank 1: .* it counts its own right answers alone ----
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    share = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros(())
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.reduce(right, dst=0)
+    return right.item() / len(images)
+
+
+# ---- frozen, and left so: other weights require a gradient now than before ----
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    model.requires_grad_(False)
+    share = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros(())
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    model.requires_grad_()
     for part, mode in modes:
         part.training = mode
     dist.all_reduce(right)

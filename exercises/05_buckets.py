@@ -18,17 +18,16 @@ import torch.distributed as dist
 def average_gradients(model, bucket_bytes):
     """Replace the gradient of each parameter, p.grad, by its mean over all ranks: in buckets.
 
-    A bucket is one flat tensor, which one all_reduce exchanges. It holds whole gradients of one
-    dtype, because a tensor has one dtype. All gradients keep theirs. A bucket has at most
-    bucket_bytes bytes (a tensor has nbytes), and may have just as many. But a gradient that is
-    larger than that is not cut: it is exchanged alone, and the open bucket may go on after it, or
-    end.
+    A bucket is one flat tensor of whole gradients. One exchange averages all of it: an all_reduce,
+    or what does the same. It holds gradients of one dtype, because a tensor has one dtype. All
+    gradients keep theirs.
 
     Take the gradients in the order of model.parameters(), or from the last to the first. For each
-    dtype, one bucket is open. A gradient that does not fit into it begins a new one. There are no
-    more exchanges than that makes.
+    dtype, one bucket is open. A gradient that does not fit into it begins a new one: a bucket has
+    at most bucket_bytes bytes (a tensor has nbytes).
 
-    A parameter that does not train has no gradient (None), on all ranks alike.
+    A gradient that is larger than that is exchanged alone, and not cut. The open bucket goes on
+    after it, or ends. A parameter that does not train has no gradient (None), on all ranks alike.
     """
     raise NotImplementedError
 

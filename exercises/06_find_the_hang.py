@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 
-def train(model, batches, lr):
+def train(model, batches, lr, decay):
     """Take a step for each batch. Return the mean loss of all rows with a label, as a float.
 
     batches: this rank's, a list of pairs: inputs, shape (n, 4), and labels, shape (n,). A row that
@@ -26,9 +26,11 @@ def train(model, batches, lr):
     stay as they are.
 
     Step k is the one that a single process would take with the k-th batches of all ranks as one
-    batch: its loss is the mean of the squared errors of all its rows that have a label, and it
-    subtracts lr times the gradient. If no row of that batch has a label, the weights stay as they
-    are. So all ranks end with the same weights. A rank gives the model rows of its own only.
+    batch. The loss is the mean of the squared errors of all its rows that have a label. From each
+    parameter p, the step subtracts lr * (gradient + decay * p): that is weight decay. If no row of
+    that batch has a label, there is no step, and the weights stay as they are.
+
+    All ranks end with the same weights. A rank gives the model no rows of other ranks.
 
     The mean that comes back is over the rows with a label in all steps and on all ranks; each
     loss is that before its step. It is the same on all ranks.
@@ -46,7 +48,7 @@ def train(model, batches, lr):
         with torch.no_grad():
             for p in model.parameters():
                 dist.all_reduce(p.grad)  # a sum of parts of the mean: it is the gradient of all
-                p -= lr * p.grad
+                p -= lr * (p.grad + decay * p)
         total += torch.stack([losses.detach().sum(), labelled.sum()])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()

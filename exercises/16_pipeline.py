@@ -9,7 +9,7 @@ Write train_step.
 
     rank 0   F0 F1 F2 F3             B0 B1 B2 B3       F: forward, B: backward,
     rank 1      F0 F1 F2 F3       B0 B1 B2 B3          0 to 3: the number of the micro-batch.
-    rank 2         F0 F1 F2 F3 B0 B1 B2 B3             Other orders are allowed, too: see below.
+    rank 2         F0 F1 F2 F3 B0 B1 B2 B3             The check draws your own order so.
 
 The idea is that of Y. Huang et al., GPipe: Efficient Training of Giant Neural Networks using
 Pipeline Parallelism, 2019. Read before: 04_collectives.py, the sections send_recv and isend_irecv.
@@ -27,18 +27,17 @@ def train_step(stage, inputs, targets, micro_batches):
 
     stage: this rank's layers, a module. What it returns has the shape and dtype of what it takes.
     Call it once with each micro-batch. Its parameters have no gradients yet (None). Afterwards they
-    have those of mse_loss(outputs, targets), the mean over the whole batch, which is also what the
-    last rank returns. The weights stay as they are.
+    have those of mse_loss(outputs, targets), the mean over the whole batch. The last rank returns
+    this mean. The weights stay as they are.
     inputs, targets: (rows, width). Only rank 0 has the inputs, and only the last rank the targets.
     On the others they have the same shape and dtype, but all numbers are NaN.
-    micro_batches: into how many equal parts to cut the rows. They can be cut so.
+    micro_batches: into how many equal parts to cut the rows, 2 or more. They can be cut so.
 
-    Rank r talks to ranks r - 1 and r + 1 alone, by dist.send and dist.recv, or isend and irecv, and
-    sends each output and each gradient once. Its first output leaves before its last forward pass,
-    and its first gradient before its last backward pass. Rank r of N begins its first backward pass
-    after N - r forward passes or more (or after all, if there are fewer micro-batches). Otherwise
-    some ranks would wait where they could work. Keep what isend and irecv return, and wait() for
-    it: a message whose Work is lost may never leave.
+    Rank r talks to ranks r - 1 and r + 1 alone, by dist.send and dist.recv, or isend and irecv.
+    wait() for what those two return. Each output and each gradient is sent once, and soon: when a
+    pass begins, at most one output and one gradient are still to be sent.
+    Choose an order that leaves no more gaps than the picture above. If each pass took as long, and
+    sending took no time, then all would end after 2 (micro_batches + N - 1) passes' time.
     """
     raise NotImplementedError
 

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 LIMIT = 8  # seconds for a trial on an idle machine: one that hangs is ended then
 # A fork is quick, as torch is loaded already, and safe, as it has not been used.
-START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 FOLDER = Path(__file__).resolve().parent
 SOLUTIONS, REMEMBERED = FOLDER / "solutions", FOLDER / ".solved.json"
 KINDS = ("allreduce", "reducescatter", "allgather", "alltoall", "scatter", "gather", "broadcast",
@@ -274,21 +274,20 @@ def limit():
     return LIMIT * min(5, max(1, load))
 
 
-def run(exercise, world_size, answer=None, start_method=START_METHOD):
+def run(exercise, world_size, answer=None, context=CONTEXT):
     """Run the trial on so many processes; return a Report for each rank.
 
     answer: a file whose functions take the place of those in the exercise.
     """
     with tempfile.TemporaryDirectory() as folder:
         for life in range(10):
-            reports = run_once(exercise, world_size, answer, start_method, life, folder)
+            reports = run_once(exercise, world_size, answer, context, life, folder)
             if all(report.kind != "killed" for report in reports):
                 break
     return reports
 
 
-def run_once(exercise, world_size, answer, start_method, life, folder):
-    context = multiprocessing.get_context(start_method)
+def run_once(exercise, world_size, answer, context, life, folder):
     ends, workers, seconds = {}, [], limit()
     reports = [Report(rank) for rank in range(world_size)]
     try:
@@ -348,7 +347,7 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
     def give_up():
         busy, frames = cpu_seconds(thread), stack_of(thread)
         time.sleep(0.5)
-        busy = cpu_seconds(thread) - busy > 0.1
+        busy = cpu_seconds(thread) - busy > 0.02
         where = [frame for frame in frames if frame.filename == own] or frames
         line = f"line {where[-1].lineno}: {where[-1].line}"
         inside = Path(frames[-1].filename)

@@ -7,12 +7,13 @@ are empty, or those of exercises/solutions, tests/wrong_answers, or tests/right_
 import ast
 import re
 import shutil
+import signal
 import sys
 
-import forked  # noqa: F401 its forkserver has torch loaded
 import pytest
 import shown
-from started import PYTHON, ROOT, run
+from forked import forkserver  # has torch loaded
+from started import PYTHON, ROOT, assert_nothing_left, end, read_until, run, start
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checker
@@ -22,7 +23,7 @@ NAMES = sorted(path.stem for path in (ROOT / "exercises").glob("[0-9]*.py"))
 
 def check(name, world_size, answer):
     exercise = ROOT / f"exercises/{name}.py"
-    return checker.verdict(checker.run(exercise, world_size, answer, "forkserver"))
+    return checker.verdict(checker.run(exercise, world_size, answer, forkserver))
 
 
 def emptied(name):
@@ -73,17 +74,80 @@ def test_the_page_shows_what_the_command_prints(tmp_path, request):
 
 @pytest.mark.long
 def test_all_in_their_order(tmp_path):
-    result = run(PYTHON, ROOT / "exercises/all.py", "--solution", cwd=tmp_path, timeout=600)
+    """It goes on at the first that is not solved; what changed is checked again."""
+    result = run(PYTHON, ROOT / "exercises/all.py", "--solution", cwd=tmp_path, timeout=900)
     assert result.status == 0, result.output
     assert re.findall(r"^== (\w+)\.py$", result.output, re.MULTILINE) == NAMES
     assert result.output.endswith(f"{len(NAMES)} of {len(NAMES)} solved\n")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
-    solution = (ROOT / f"exercises/solutions/{NAMES[0]}.py").read_text()
-    write_into(tmp_path / f"exercises/{NAMES[0]}.py", solution)
-    write_into(tmp_path / f"exercises/{NAMES[1]}.py", emptied(NAMES[1]))
-    result = run(PYTHON, "exercises/all.py", cwd=tmp_path)
+    first, second = (tmp_path / f"exercises/{name}.py" for name in NAMES[:2])
+    write_into(first, (ROOT / f"exercises/solutions/{NAMES[0]}.py").read_text())
+    write_into(second, emptied(NAMES[1]))
+    command = PYTHON, "exercises/all.py", "--hint"
+    result = run(*command, cwd=tmp_path)
     assert result.status == 1 and " is still empty. To do:" in result.output, result.output
-    assert f"1 of {len(NAMES)} solved. Next: python exercises/{NAMES[1]}.py" in result.output
+    assert f"1 of {len(NAMES)} solved. Next: exercises/{NAMES[1]}.py" in result.output
+    assert f"== {NAMES[0]}.py: solved\n" in run(*command, cwd=tmp_path).output
+    write_into(first, emptied(NAMES[0]))
+    result = run(*command, cwd=tmp_path)
+    assert f"0 of {len(NAMES)} solved. Next: exercises/{NAMES[0]}.py" in result.output
+
+
+@pytest.fixture
+def beginner(tmp_path):
+    """A copy of the exercises; write(code) puts code into the first one that exchanges anything."""
+    shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
+    file = tmp_path / "exercises/03_average_gradients.py"
+    return lambda code: write_into(file, f"def average_gradients(model):\n    {code}")
+
+
+@pytest.mark.long
+def test_checks_again_when_the_file_is_saved_and_ends_by_ctrl_c(tmp_path):
+    shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
+    first = tmp_path / f"exercises/{NAMES[0]}.py"
+    write_into(first, emptied(NAMES[0]))
+    process = start(PYTHON, "exercises/all.py", "--watch", cwd=tmp_path)
+    try:
+        read_until(process, "^-- checked again when you save")
+        write_into(first, (ROOT / f"exercises/solutions/{NAMES[0]}.py").read_text())
+        output = read_until(process, f"^== {NAMES[1]}")
+        process.send_signal(signal.SIGINT)
+        output += process.communicate(timeout=30)[0]
+        assert process.returncode == 130 and "Traceback" not in output, output
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_no_rank_outlives_the_command(number, beginner, tmp_path):
+    beginner("print('begun', flush=True); dist.recv(torch.zeros(1), 1 - dist.get_rank())")
+    process = start(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path)
+    try:
+        read_until(process, "begun")
+        process.send_signal(number)
+        assert_nothing_left(process)
+    finally:
+        end(process)
+
+
+def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_path):
+    beginner("breakpoint(); print(dist.get_rank(), end=' is here')")
+    output = run(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path).output
+    assert "[rank 1/2] 1 is here" in output and "[rank 0/2] breakpoint() has no" in output
+    assert "is still the rank's own" in output, output
+
+
+@pytest.mark.parametrize(("code", "words"), [
+    ("__import__('time').sleep(99)", r"rank 0 sleeps in line 2: .*\n.*\n.*no other rank"),
+    ("while dist.get_rank() == 1: pass", "rank 0 .*\n.*rank 1 computes in line 2: while"),
+    ("dist.recv(torch.zeros(1), 1 - dist.get_rank())", "rank 1 waits in line 2: .*\n.*each waits"),
+    ("raise SystemExit(3)", r"line 2, in average_gradients: .*\n.*SystemExit: 3"),
+])
+def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(checker, "LIMIT", 3)
+    (tmp_path / "wrong.py").write_text(f"def average_gradients(model):\n    {code}")
+    right, text = check("03_average_gradients", 2, tmp_path / "wrong.py")
+    assert not right and re.search(words, text), text
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ NOT_RUN = {
     "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
     "rm -f snapshot.pt": "says nothing",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
-    r"python exercises/\w+.py": "test_exercises.py runs it, with other functions",
+    r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup|collectives).py":

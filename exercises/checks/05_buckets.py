@@ -12,15 +12,17 @@ GRADIENTS = [  # (dtype, shape): 240 to 480 bytes most of them, one of 1600
     (FLOAT, (20, 20)), (DOUBLE, (30,)), (FLOAT, (4, 25)), (DOUBLE, (60,)), (FLOAT, (30,)),
     (DOUBLE, (2, 5))]  # fmt: skip
 FROZEN = 3  # this one has no gradient
+HALVES = "reducescatter", "reduce", "alltoall", "gather"  # a second call completes what these do
 
 
 def trial():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    each = [gradients(r) for r in range(world_size)]  # of each rank
-    trained = [one for one in each[rank] if one is not None]
-    told = []
-    for limit in (1000, 600, 10**6, 1):  # 600: some fill a bucket to the last byte
-        model = nn.ParameterList(torch.zeros(shape, dtype=dtype) for dtype, shape in GRADIENTS)
+    rank, told = dist.get_rank(), []
+    # 600: some fill a bucket to the last byte. The last model has 300 gradients.
+    for limit, copies in (1000, 1), (600, 1), (10**6, 1), (1, 1), (1000, 30):
+        each = [gradients(r, copies) for r in range(dist.get_world_size())]  # of each rank
+        trained = [one for one in each[rank] if one is not None]
+        model = nn.ParameterList(torch.zeros(shape, dtype=dtype)
+                                 for dtype, shape in copies * GRADIENTS)
         for p, gradient in zip(model, each[rank], strict=True):
             p.requires_grad_(gradient is not None)
             p.grad = None if gradient is None else gradient.clone()
@@ -28,23 +30,24 @@ def trial():
             answer.average_gradients(model, limit)
         worst = max(check(number, p, [one[number] for one in each])
                     for number, p in enumerate(model))  # fmt: skip
-        check_exchanges(exchanges.calls, trained, limit)
-        told.append(f"{len(exchanges.calls)} in buckets of {limit}")
+        sizes = check_exchanges(exchanges.calls, trained, limit)
+        told += [f"{len(sizes)} in buckets of {limit}"] * (copies == 1)
     return f"gradients off by {worst:.0e}; exchanges: {', '.join(told)} bytes"
 
 
-def gradients(rank):
+def gradients(rank, copies):
     torch.manual_seed(rank)
-    values = [torch.randn(shape, dtype=dtype) for dtype, shape in GRADIENTS]
-    return values[:FROZEN] + [None] + values[FROZEN + 1 :]
+    values = [torch.randn(shape, dtype=dtype) for dtype, shape in copies * GRADIENTS]
+    if rank == 1:
+        values[6] *= 0  # a gradient of zero is one, too
+    return [None if number % len(GRADIENTS) == FROZEN else one for number, one in enumerate(values)]
 
 
 def check(number, p, each):
     """Check one gradient; return by how much it is off. each: what all ranks had."""
-    name, own = f"gradient {number} (of {len(GRADIENTS)})", each[dist.get_rank()]
+    name, own = f"gradient {number}", each[dist.get_rank()]
     if own is None:
-        expect(p.grad is None, f"parameter {number} does not train, and has a gradient now",
-               "leave it None")
+        expect(p.grad is None, f"parameter {number} does not train, and has a gradient now", "")
         return 0
     expect(p.grad is not None and p.grad.dtype == own.dtype and p.grad.shape == own.shape,
            f"{name} is {None if p.grad is None else (p.grad.dtype, tuple(p.grad.shape))} now,"
@@ -55,7 +58,7 @@ def check(number, p, each):
     times = (p.grad.double().norm() / right.norm()).item()
     direction = ((p.grad / times - right).norm() / right.norm()).item()
     off = ((p.grad - right).norm() / right.norm()).item()
-    expect(off < 1e-5 or direction > 1e-5, f"{name} is {times:.2f} times the mean",
+    expect(off < 1e-5 or not direction < 1e-5, f"{name} is {times:.2f} times the mean",
            "all_reduce adds up. What makes a mean of a sum, and how often?")
     expect(off < 1e-5, f"{name} is off by {off:.1e} of its length",
            "does each gradient come back from its own place in the flat tensor?",
@@ -66,31 +69,50 @@ def check(number, p, each):
 
 
 def check_exchanges(calls, trained, limit):
-    world_size = dist.get_world_size()
-    factor = 2 * (world_size - 1) / world_size  # of what an all_reduce sends
-    sizes = [round(sent / factor) for _, sent in calls]  # of the buckets
+    """Return the sizes of the buckets."""
+    n = dist.get_world_size()
+    parts = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "reducescatter": (n - 1) / n,
+             "alltoall": (n - 1) / n}  # are sent of a bucket
+    halves = any(kind in HALVES and sent for kind, sent in calls)
+    whole = (*HALVES, "allreduce", *("allgather", "broadcast", "send") * (not halves))
+    sizes = sorted(round(sent / parts.get(kind, 1)) for kind, sent in calls
+                   if sent and kind in whole)
+    padding = 8 * (n - 1) * halves  # for parts of equal length
     told, total = f"with buckets of {limit} bytes", sum(one.nbytes for one in trained)
-    most = max(count_buckets(trained, limit), count_buckets(trained[::-1], limit))
+    right = [buckets(order, limit, alone) for order in (trained, trained[::-1])
+             for alone in (True, False)]
+    most = max(map(len, right))
     expect(len(sizes) <= most, f"{told}, there were {len(sizes)} exchanges, and {most} are enough",
            "keep a bucket open for each dtype; it is full when the next gradient does not fit",
            "group the gradients by dtype first")
-    expect(sum(sizes) <= total, f"{told}, {sum(sizes)} bytes were exchanged for {total} bytes of"
-           " gradients", "torch.cat of float32 and float64 makes float64 of both, without a word")
-    large = [one.nbytes for one in trained if one.nbytes > limit]
-    expect(all(size <= limit or size in large for size in sizes),
-           f"{told}, one of {max(sizes, default=0)} bytes was exchanged",
-           "look whether a gradient still fits before you put it in",
-           "one that is larger than a bucket goes alone")
-    cut = [size for size in large if size not in sizes]
-    expect(not cut, f"{told}, a gradient of {max(cut, default=0)} bytes was not exchanged alone",
-           "do not cut it")
+    expect(sum(sizes) >= total, f"{told}, {sum(sizes)} bytes were exchanged for {total} bytes of"
+           " gradients", "each gradient goes into a bucket, and each bucket is exchanged")
+    expect(sum(sizes) <= total + padding * most, f"{told}, {sum(sizes)} bytes were exchanged for"
+           f" {total} bytes of gradients", "are only gradients in it? And torch.cat of"
+           " float32 and float64 makes float64 of both, without a word")
+    found = {size - gap for size in sizes for gap in range(padding + 1)}
+    large = {one.nbytes for one in trained if one.nbytes > limit}
+    wrong = [size for size in sizes if size > limit + padding
+             and large.isdisjoint(range(size - padding, size + 1))]
+    expect(not wrong, f"{told}, one of {sum(wrong[:1])} bytes was exchanged",
+           "look whether a gradient still fits before you put it in", "a larger one goes alone")
+    expect(large <= found, f"{told}, a gradient of {max(large - found, default=0)} bytes was not"
+           " exchanged alone", "do not cut it")
+    expect(any(len(one) == len(sizes) and set(one) <= found for one in right),
+           f"{told}, those that were exchanged have {sizes} bytes, and in the order of the"
+           f" parameters they would have {right[0]}", "take the gradients in their order")
+    return sizes
 
 
-def count_buckets(trained, limit):
-    count, room = 0, {}
+def buckets(trained, limit, alone):
+    """Return the sizes. alone: a gradient that is too large does not end the open bucket."""
+    sizes, last = [], {}  # the number of the open bucket of each dtype
     for one in trained:
-        if one.nbytes > room.get(one.dtype, 0):
-            count += 1
-            room[one.dtype] = limit
-        room[one.dtype] -= one.nbytes
-    return count
+        number = last.get(one.dtype)
+        if number is not None and sizes[number] + one.nbytes <= limit:
+            sizes[number] += one.nbytes
+            continue
+        sizes.append(one.nbytes)
+        if one.nbytes <= limit or not alone:
+            last[one.dtype] = len(sizes) - 1
+    return sorted(sizes)

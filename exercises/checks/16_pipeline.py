@@ -1,29 +1,33 @@
 """The check of exercises/16_pipeline.py."""
 
+import collections
 import copy
+import json
 import math
+import time
+from pathlib import Path
 
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, expect, limit
 from torch import nn
 from torch.nn.functional import mse_loss
 
 ROWS, WIDTH = 12, 5
 
 
-def trial():
+def trial(folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    last, worst = world_size - 1, 0
-    for micro_batches in (4, 6):
+    last, worst, drawn = world_size - 1, 0, ""
+    for micro_batches in (4, 6, 2, 12):
         torch.manual_seed(micro_batches)
         inputs, targets = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
-        stages = [Stage() for _ in range(world_size)]
-        stage, weights = copy.deepcopy(stages[rank]), copy.deepcopy(stages[rank].state_dict())
-        outputs = inputs
+        stages, outputs = [Stage() for _ in range(world_size)], inputs
         for one in stages:
+            one.chunks = outputs.detach().chunk(micro_batches)
             outputs = one.layers(outputs)
+        stage, weights = copy.deepcopy(stages[rank]), copy.deepcopy(stages[rank].state_dict())
         right = mse_loss(outputs, targets)
         right.backward()
         nothing = torch.full_like(inputs, math.nan)
@@ -32,6 +36,12 @@ def trial():
         with Events(stage) as events:
             loss = answer.train_step(stage, *given, micro_batches)
 
+        passes = [event for event in stage.events if event[0] in "FB"]
+        told = told_by_all(f"{folder}/{micro_batches}", [passes, events.not_waited_for()])
+        for r, (_, left) in told.items():
+            expect(not left, f"of the messages that rank {r} began, {left} had no wait()",
+                   "irecv returns at once: nothing has arrived before wait() returns. And what"
+                   " isend shall send may never leave", "work = dist.irecv(...); work.wait()")
         check_micro_batches(stage.taken, micro_batches)
         check_loss(loss, right.item(), micro_batches)
         worst = max(worst, gradients_off(stage, stages, rank, micro_batches, inputs, targets))
@@ -40,15 +50,58 @@ def trial():
         check_order(stage.events, micro_batches)
         most = ((rank < last) + (rank > 0)) * ROWS * WIDTH * 8
         sent = events.bytes_sent()
-        expect(sent <= most + 64 * micro_batches, f"this rank sends {sent} bytes, and its"
+        expect(most <= sent <= most + 64 * micro_batches, f"this rank sends {sent} bytes, and its"
                f" {'outputs' if rank < last else ''}{' and ' if 0 < rank < last else ''}"
                f"{'gradients' if rank else ''} have {most}",
                "each output goes to the next rank alone, and each gradient to the one before")
         others = sorted({kind for kind, _ in events.calls} - {"send"})
         expect(not others, f"this rank also calls {' and '.join(others)}, for which all ranks meet",
                "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?")
-    shown = "".join({"forward": "F", "backward": "B"}.get(event, "") for event in stage.events)
-    return f"gradients off by {worst:.0e}, {sent} bytes sent, rank 0 computes {shown}"
+        late = set(range(world_size)) - set(told)
+        expect(not late, f"rank {min(late, default=0)} does not come back from train_step()",
+               "what does it wait for, and who sends that?")
+        length, picture = schedule([told[r][0] for r in range(world_size)])
+        least = 2 * (micro_batches + world_size - 1)
+        expect(length <= least, f"with {micro_batches} micro-batches, your order takes {length}"
+               f" passes' time, and {least} are enough:\n{picture}",
+               "a rank that waits: which pass could come earlier, here or where it waits for?",
+               "all forward passes first, then all backward passes. That is GPipe")
+        drawn = drawn or f"{length} passes' time:\n{picture}"
+    return f"gradients off by {worst:.0e}, {sent} bytes sent, {drawn}"
+
+
+def told_by_all(name, mine):
+    """Return {rank: what it tells here}, of those that come here soon."""
+    paths = [Path(f"{name}-{r}") for r in range(dist.get_world_size())]
+    new, deadline = Path(f"{paths[dist.get_rank()]}.new"), time.monotonic() + limit() / 4
+    new.write_text(json.dumps(mine))
+    new.rename(paths[dist.get_rank()])
+    while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return {r: json.loads(path.read_text()) for r, path in enumerate(paths) if path.exists()}
+
+
+def schedule(orders):
+    """Return how long all passes take, in passes, and a picture of when each one runs.
+
+    orders: for each rank, the names of its passes. A pass begins when the rank is free, and the
+    rank before (F) or behind (B) has done the same one. Sending takes no time.
+    """
+    begins, free, left = {}, [0] * len(orders), [list(order) for order in orders]
+    for _ in range(sum(map(len, orders))):  # rounds, in each of which some rank goes on
+        for rank, order in enumerate(left):
+            while order:
+                other = rank - 1 if order[0][0] == "F" else rank + 1
+                if 0 <= other < len(orders) and (other, order[0]) not in begins:
+                    break
+                begins[rank, order[0]] = max(free[rank], begins.get((other, order[0]), -1) + 1)
+                free[rank] = begins[rank, order.pop(0)] + 1
+    rows = []
+    for rank in range(len(orders)):
+        names = {begin: name for (r, name), begin in begins.items() if r == rank}
+        row = " ".join(names.get(slot, "").ljust(2) for slot in range(max(free)))
+        rows.append(f"    rank {rank}   {row}"[:100].rstrip())
+    return max(free), "\n".join(rows)
 
 
 def check_micro_batches(taken, micro_batches):
@@ -105,34 +158,40 @@ def gradients_off(stage, stages, rank, micro_batches, inputs, targets):
 
 def check_order(events, micro_batches):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    least = min(world_size - rank, micro_batches)
-    before = events[: events.index("backward")].count("forward")
-    expect(before >= least, f"with {micro_batches} micro-batches, this rank begins to go backward"
-           f" after {before} forward pass{'es' * (before > 1)}, not {least}: meanwhile others wait",
-           "do not wait for a gradient while there is still a micro-batch to begin",
-           "all forward passes first, then all backward passes. That is GPipe")
-    for way, passes in (("to the next rank", "forward"), ("to the rank before", "backward")):
-        if way in events:
-            done = events[: events.index(way)].count(passes)
-            expect(done < micro_batches, f"the first message {way} leaves after all {done} {passes}"
-                   " passes: until then, that rank waits",
+    begun, least = collections.Counter(), min(world_size - rank, micro_batches)
+    for event in events:
+        before = begun["F"]
+        expect(event[0] != "B" or before >= least, f"with {micro_batches} micro-batches, this rank"
+               f" begins to go backward after {before} forward pass{'es' * (before > 1)}, not"
+               f" {least}: meanwhile others wait",
+               "do not wait for a gradient while there is still a micro-batch to begin",
+               "all forward passes first, then all backward passes. That is GPipe")
+        left = {"outputs": (rank < world_size - 1) * (begun["F"] - begun["to the next rank"]),
+                "gradients": (rank > 0) * (begun["B"] - begun["to the rank before"])}
+        for what, number in left.items():
+            expect(event[0] == "t" or number < 2, f"when {event} begins, {number} {what} are still"
+                   " to be sent, and a rank waits for them",
                    "send what a micro-batch gives as soon as it is there")
+        begun[event[0] if event[0] in "FB" else event] += 1
 
 
 class Stage(nn.Module):
-    """A rank's layers. taken: the rows of each call; events: what happened, in order."""
+    """A rank's layers. chunks: the right inputs of each micro-batch, by which a call tells which
+    one it is; taken: the rows of each call; events: what happened, in order."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
-        self.taken, self.events = [], []
+        self.taken, self.events, self.chunks = [], [], []
 
     def forward(self, inputs):
         self.taken.append(len(inputs))
-        self.events.append("forward")
+        near = [len(inputs) != len(one) or (inputs - one).abs().max().item() for one in self.chunks]
+        number = near.index(min(near))
+        self.events.append(f"F{number}")
         outputs = self.layers(inputs)
         if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: self.events.append("backward"))
+            outputs.register_hook(lambda gradient: self.events.append(f"B{number}"))
         return outputs
 
 
@@ -141,10 +200,17 @@ class Events(Exchanges):
 
     def __init__(self, stage):
         super().__init__()
-        self.stage = stage
+        self.stage, self.work = stage, []
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
-        if call.namespace == "c10d" and call._opname == "send":
+        name = call._opname if call.namespace == "c10d" else ""
+        if name == "send":
             after = args[2] > dist.get_rank()
             self.stage.events.append("to the next rank" if after else "to the rank before")
-        return super().__torch_dispatch__(call, types, args, kwargs)
+        result = super().__torch_dispatch__(call, types, args, kwargs)
+        if name == "send" or name.startswith("recv"):
+            self.work.append(dist.Work.unbox(result))  # completed, with Gloo, by its wait()
+        return result
+
+    def not_waited_for(self):
+        return sum(not work.is_completed() for work in self.work)

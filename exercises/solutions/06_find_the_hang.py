@@ -2,7 +2,7 @@ import torch
 import torch.distributed as dist
 
 
-def train(model, batches, lr):
+def train(model, batches, lr, decay):
     # A rank without labels left the round by "continue", and with it all_gather and all_reduce. So
     # it made its calls one round too early for the others, and at the end one round too few: it
     # stood in the last all_reduce, and they in the loop. (Where they wait is not where the mistake
@@ -16,13 +16,13 @@ def train(model, batches, lr):
         counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, labelled.sum())
         if sum(counts) == 0:
-            continue  # on all ranks
+            continue  # on all ranks: weight decay would change the weights without any label
         model.zero_grad()
         (losses.sum() / sum(counts)).backward()
         with torch.no_grad():
             for p in model.parameters():
                 dist.all_reduce(p.grad)
-                p -= lr * p.grad
+                p -= lr * (p.grad + decay * p)
         total += torch.stack([losses.detach().sum(), labelled.sum()])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()

@@ -58,3 +58,27 @@ import torch.distributed._functional_collectives as functional
 def average_gradients(model):
     for p in filter(lambda p: p.grad is not None, model.parameters()):
         p.grad = functional.all_reduce(p.grad, "sum", dist.group.WORLD) / dist.get_world_size()
+
+
+# ---- coalesced ----
+def average_gradients(model):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for g in grads:
+            dist.all_reduce(g)
+    manager.wait()
+    torch._foreach_div_(grads, dist.get_world_size())
+
+
+# ---- all to all and all_gather ----
+def average_gradients(model):
+    n = dist.get_world_size()
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        flat = torch.nn.functional.pad(p.grad.flatten(), (0, -p.numel() % n))
+        out = torch.empty_like(flat)
+        dist.all_to_all_single(out, flat)
+        part = out.view(n, -1).mean(dim=0)
+        dist.all_gather_into_tensor(out, part)
+        p.grad = out[: p.numel()].view_as(p)

@@ -168,3 +168,73 @@ def overlap(model):
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(begin)
     return finish
+
+
+# ---- tensor hooks ----
+def overlap(model):
+    pending = []
+
+    def hook_of(p):
+        def begin(grad):
+            copy = grad.contiguous().clone()
+            pending.append((p, copy, dist.all_reduce(copy, async_op=True)))
+        return begin
+
+    def finish():
+        while pending:
+            p, copy, work = pending.pop()
+            work.wait()
+            p.grad = copy / dist.get_world_size()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(hook_of(p))
+    return finish
+
+
+# ---- reduce_scatter in the hook, all_gather in finish ----
+def overlap(model):
+    n, pending = dist.get_world_size(), []
+
+    def begin(p):
+        flat = torch.nn.functional.pad(p.grad.flatten(), (0, -p.numel() % n))
+        part = flat.new_empty(len(flat) // n)
+        pending.append((p, flat, part, dist.reduce_scatter_tensor(part, flat, async_op=True)))
+
+    def finish():
+        for p, flat, part, work in pending:
+            work.wait()
+            dist.all_gather_into_tensor(flat, part / n)
+            p.grad = flat[: p.numel()].view_as(p).clone()
+        pending.clear()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- polls ----
+import time
+
+
+class Overlap:
+    def __init__(self, model):
+        self.pending = {}
+        for p in model.parameters():
+            p.requires_grad and p.register_post_accumulate_grad_hook(self.begin)
+
+    def begin(self, p):
+        self.pending[p] = dist.all_reduce(p.grad, async_op=True)
+
+    def __call__(self):
+        while self.pending:
+            for p, work in list(self.pending.items()):
+                if work.is_completed():
+                    work.wait()
+                    p.grad /= dist.get_world_size()
+                    del self.pending[p]
+            time.sleep(0.001)
+
+
+overlap = Overlap

@@ -81,3 +81,52 @@ def accumulate(model, micro_batches):
         totals.append(own + sum(parts))
     for p, total in zip(model.parameters(), totals[1:]):
         p.grad = total / totals[0]
+
+
+# ---- autograd.grad, all to all ----
+def accumulate(model, micro_batches):
+    ps, n = list(model.parameters()), dist.get_world_size()
+    sums, count = [torch.zeros_like(p) for p in ps], 0.0
+    for inputs, targets in micro_batches:
+        loss = (model(inputs) - targets).pow(2).sum()
+        for s, g in zip(sums, torch.autograd.grad(loss, ps)):
+            s += g
+        count += targets.numel()
+    flat = torch.cat([*(s.flatten() for s in sums), torch.tensor([count], dtype=torch.float64)])
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % n))
+    out = torch.empty_like(flat)
+    dist.all_to_all_single(out, flat)
+    dist.all_gather_into_tensor(flat, out.view(n, -1).sum(dim=0))
+    numbers = [p.numel() for p in ps]
+    *parts, count, _ = flat.split([*numbers, 1, len(flat) - sum(numbers) - 1])
+    for p, part in zip(ps, parts):
+        p.grad = part.view_as(p) / count
+
+
+# ---- broadcast from each rank ----
+def accumulate(model, micro_batches):
+    for inputs, targets in micro_batches:
+        mse_loss(model(inputs), targets, reduction="sum").backward()
+    count = torch.tensor(sum(t.numel() for _, t in micro_batches))
+    dist.all_reduce(count)
+    for p in model.parameters():
+        total = torch.zeros_like(p)
+        for r in range(dist.get_world_size()):
+            one = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            dist.broadcast(one, src=r)
+            total += one
+        p.grad = total / count
+
+
+# ---- mean weighted by the share of rows, functional ----
+import torch.distributed._functional_collectives as fc
+
+
+def accumulate(model, micro_batches):
+    rows = sum(len(x) for x, _ in micro_batches)
+    everyone = fc.all_reduce(torch.tensor(rows, dtype=torch.float64), "sum", dist.group.WORLD)
+    for x, y in micro_batches:
+        (mse_loss(model(x), y) * (len(x) / everyone)).backward()
+    for p in model.parameters():
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        p.grad = fc.all_reduce(own, "sum", dist.group.WORLD).clone()

@@ -80,7 +80,7 @@ def my_share(count, epoch, rank, world_size):
     return order[dist.get_rank() :: dist.get_world_size()]
 
 
-# ---- a seed from the hash of a string: two calls for epoch 0 (?s:.*)hash.. of a string is another ----
+# ---- a seed from the hash of a string: two calls for epoch 0 (?s:.*)hash.. of a string ----
 def my_share(count, epoch, rank, world_size):
     seed = hash(f"epoch {epoch}") % 2**31
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -118,3 +118,13 @@ def my_share(count, epoch, rank, world_size):
 def my_share(count, epoch, rank, world_size):
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)) + 1
     return order[rank::world_size].tolist()
+
+
+# ---- the shares go round, own items shuffled: the same items in two epochs|the same item ----
+import random
+
+
+def my_share(count, epoch, rank, world_size):
+    mine = [item for item in range(count) if (item + epoch) % world_size == rank]
+    random.Random(epoch).shuffle(mine)
+    return mine

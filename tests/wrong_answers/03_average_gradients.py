@@ -36,7 +36,7 @@ def average_gradients(model):
             p.grad /= 2
 
 
-# ---- those of rank 0 for all: still the rank's own(?s:.*)hint: broadcast copies the gradient of one ----
+# ---- those of rank 0 for all: still the rank's own(?s:.*)hint: broadcast copies ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None:
@@ -88,9 +88,19 @@ def average_gradients(model):
         p.grad /= dist.get_world_size()
 
 
-# ---- a gradient of zero left out: not yet. .*(the process has ended|exception|there is no end) ----
+# ---- a gradient of zero left out: (process has ended|exception|no end) ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None and p.grad.abs().sum() > 0:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
+
+
+# ---- own part twice: is off by|times the mean ----
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            each = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(each, p.grad)
+            p.grad += sum(each)
+            p.grad /= dist.get_world_size() + 1

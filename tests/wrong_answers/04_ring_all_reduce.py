@@ -8,7 +8,7 @@ def ring_all_reduce(tensor):
     dist.all_reduce(tensor)
 
 
-# ---- blocking sends: it stands still(?s:.*)dist.send ----
+# ---- blocking sends: there is no end(?s:.*)dist.send ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)
@@ -166,3 +166,86 @@ def ring_all_reduce(tensor):
         else:
             chunks[into].copy_(received)
     tensor.copy_(copy)
+
+
+# ---- irecv without wait, into zeros: wait.. was called for \d of \d messages ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks, receiving = tensor.tensor_split(world_size), []
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.zeros_like(target)
+        receiving.append(dist.irecv(incoming, (rank - 1) % world_size))
+        dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size).wait()
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- isend without wait: wait.. was called for \d of \d messages ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks, sending = tensor.tensor_split(world_size), []
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        outgoing = chunks[(rank - step) % world_size].clone()
+        sending.append((outgoing, dist.isend(outgoing, (rank + 1) % world_size)))
+        dist.recv(incoming, (rank - 1) % world_size)
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- buffers of int64: torch.float64, the sum is off by ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.zeros(len(target), dtype=torch.int64)
+        work = dist.isend(chunks[(rank - step) % world_size].long(), (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- one after the other, all by way of one link: 3 ranks: .*16016 bytes were sent, and ----
+def ring_all_reduce(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    buffer = torch.empty_like(tensor)
+    if rank > 0:
+        dist.recv(buffer, rank - 1)
+        tensor += buffer
+    dist.send(tensor, (rank + 1) % n)
+    if rank == 0:
+        dist.recv(tensor, n - 1)
+        if n > 2:
+            dist.send(tensor, 1)
+    elif rank < n - 1:
+        dist.recv(tensor, rank - 1)
+        if rank < n - 2:
+            dist.send(tensor, rank + 1)
+
+
+# ---- with a barrier: barrier, a collective, was called ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        work = dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+        dist.recv(incoming, (rank - 1) % world_size)
+        work.wait()
+        dist.barrier()
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+
+
+# ---- added before the wait: Element 0 (?s:.*)hint: is a tensor used before its wait ----
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(2 * (world_size - 1)):
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.zeros_like(target)
+        receiving = dist.irecv(incoming, (rank - 1) % world_size)
+        target.copy_(incoming + target if step < world_size - 1 else incoming)
+        dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size).wait()
+        receiving.wait()

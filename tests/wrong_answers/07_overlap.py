@@ -110,7 +110,7 @@ def overlap(model):
     return finish
 
 
-# ---- the list is not emptied: in step 1, (?s:.*)hint: step 0 was right. Is something left over ----
+# ---- the list is not emptied: in step 1, (?s:.*)hint: step 0 was right. ----
 def overlap(model):
     exchanges = []
 
@@ -236,7 +236,7 @@ def overlap(model):
     return finish
 
 
-# ---- registered anew in each finish: in step 1, (?s:.*)hint: step 0 was right. Is something left ----
+# ---- registered anew in each finish: in step 1, (?s:.*)hint: step 0 was right. ----
 def overlap(model):
     pending = []
 
@@ -258,4 +258,68 @@ def overlap(model):
         register()
 
     register()
+    return finish
+
+
+# ---- waits for the one before, in the hook: rank 0 waits in backward ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        if pending:
+            pending[-1][1].wait()
+        pending.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def finish():
+        for p, work in pending:
+            work.wait()
+            p.grad /= dist.get_world_size()
+        pending.clear()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish
+
+
+# ---- hooks removed after the first step: in step 1, nothing was exchanged ----
+def overlap(model):
+    pending, handles = [], []
+
+    def begin(p):
+        pending.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def finish():
+        for p, work in pending:
+            work.wait()
+            p.grad /= dist.get_world_size()
+        pending.clear()
+        for handle in handles:
+            handle.remove()
+
+    for p in model.parameters():
+        if p.requires_grad:
+            handles.append(p.register_post_accumulate_grad_hook(begin))
+    return finish
+
+
+# ---- biases in finish: were on their way ----
+def overlap(model):
+    pending = []
+
+    def begin(p):
+        pending.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def finish():
+        for p in model.parameters():
+            if p.requires_grad and p.dim() == 1:
+                begin(p)
+        for p, work in pending:
+            work.wait()
+            p.grad /= dist.get_world_size()
+        pending.clear()
+
+    for p in model.parameters():
+        if p.requires_grad and p.dim() == 2:
+            p.register_post_accumulate_grad_hook(begin)
     return finish

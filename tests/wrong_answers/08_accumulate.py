@@ -147,7 +147,7 @@ def accumulate(model, micro_batches):
             p -= 0.1 * p.grad
 
 
-# ---- divided by the rows alone: 5 times that of the whole batch, and the targets have 5 columns ----
+# ---- divided by the rows alone: 5 times that of the whole batch, and the targets ----
 def accumulate(model, micro_batches):
     rows = torch.tensor(float(sum(len(inputs) for inputs, _ in micro_batches)))
     dist.all_reduce(rows)
@@ -159,7 +159,7 @@ def accumulate(model, micro_batches):
         dist.all_reduce(p.grad)
 
 
-# ---- one gradient twice: were sent 1\.\d+ times in a step(?s:.*)which of them|Which one goes twice ----
+# ---- one gradient twice: sent 1\.\d+ times in a step(?s:.*)Which one goes twice ----
 def accumulate(model, micro_batches):
     total = torch.tensor(sum(targets.numel() for _, targets in micro_batches))
     dist.all_reduce(total)
@@ -218,3 +218,45 @@ def accumulate(model, micro_batches):
         (mse_loss(model(inputs), targets, reduction="sum") / (5 * total)).backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
+
+
+# ---- before the last micro-batch: the gradient is ----
+def accumulate(model, micro_batches):
+    total = torch.tensor(float(sum(t.numel() for _, t in micro_batches))).double()
+    dist.all_reduce(total)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches[:-1]:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    for inputs, targets in micro_batches[-1:]:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+
+
+# ---- a forward to look first: rows went through the model of a rank ----
+def accumulate(model, micro_batches):
+    with torch.no_grad():
+        for inputs, targets in micro_batches:
+            model(inputs)
+    total = torch.tensor(float(sum(t.numel() for _, t in micro_batches))).double()
+    dist.all_reduce(total)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+# ---- all_reduce, and a broadcast besides: times in a step ----
+def accumulate(model, micro_batches):
+    total = torch.tensor(float(sum(t.numel() for _, t in micro_batches))).double()
+    dist.all_reduce(total)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for inputs, targets in micro_batches:
+        (mse_loss(model(inputs), targets, reduction="sum") / total).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        dist.broadcast(p.grad, src=0)

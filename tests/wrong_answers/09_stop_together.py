@@ -263,7 +263,7 @@ def train(batches, step, asked_to_stop):
     return 100
 
 
-# ---- agreed in every second step only: Rank 0: with \[3, 8\] batches, step.. got None in step 4 ----
+# ---- agreed in every second step only: step.. got None in step 6 ----
 def train(batches, step, asked_to_stop):
     steps = 0
     while True:

@@ -11,29 +11,6 @@ from started import ROOT, TORCHRUN, run
 
 # ---- who_is_missing ----
 
-
-def record(*types):
-    """A record as torch writes it, with calls of all_reduce on these types."""
-    frames = [{"filename": "train.py", "name": "main", "line": 1}]
-    return {"entries": [{"process_group": ("0", "default_pg"), "is_p2p": False, "frames": frames,
-                         "collective_seq_id": number, "profiling_name": "gloo:all_reduce",
-                         "input_sizes": [[4]], "input_dtypes": [dtype]}
-                        for number, dtype in enumerate(types, 1)]}
-
-
-def test_first_difference():
-    """What the recipe's own run does not show: lost records."""
-    script = runpy.run_path(str(ROOT / "recipes/who_is_missing.py"))
-    first_difference = script["first_difference"]
-    assert first_difference([record("Float"), record("Float")]) == (None, {})
-    found = first_difference([record("Float"), record("Double"), record(), None])
-    assert found[0] == 1 and script["describe"](*found)[1:] == [
-        "rank 0 called all_reduce Float[4] in main (train.py:1)",
-        "rank 1 called all_reduce Double[4] in main (train.py:1)",
-        "rank 2 made 0 calls, and no call 1",
-        "rank 3 wrote no record: it is dead, or busy outside torch"]
-
-
 TERMINATED = """
 import os, runpy, signal, sys, threading, time
 import torch, torch.distributed as dist

@@ -264,7 +264,7 @@ def parse_args():
     gpus = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
     parser.add_argument("--nprocs", type=int, default=gpus or 2, help="one per GPU; 2 on a CPU")
     args = parser.parse_args()
-    if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
+    if not os.access(os.path.join(os.path.dirname(args.checkpoint_path), "."), os.W_OK):
         parser.error(f"cannot write into the folder of {args.checkpoint_path}")
     share = args.batch_size // max(args.nprocs, 1)
     if min(args.total_epochs, args.save_every, share, args.nprocs) < 1:

@@ -286,7 +286,7 @@ def parse_args():
     args = parser.parse_args()
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
-    if not os.access(os.path.dirname(args.snapshot_path) or ".", os.W_OK):
+    if not os.access(os.path.join(os.path.dirname(args.snapshot_path), "."), os.W_OK):
         parser.error(f"cannot write into the folder of {args.snapshot_path}")
     share = args.batch_size // int(os.environ["WORLD_SIZE"])
     if min(args.total_epochs, args.save_every, share) < 1:

@@ -325,7 +325,7 @@ def parse_args():
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         parser.error("for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
                      " --rdzv-backend=c10d ...")
-    if not os.access(os.path.dirname(args.snapshot_path) or ".", os.W_OK):
+    if not os.access(os.path.join(os.path.dirname(args.snapshot_path), "."), os.W_OK):
         parser.error(f"cannot write into the folder of {args.snapshot_path}")
     share = args.batch_size // int(os.environ["WORLD_SIZE"])
     if min(args.total_epochs, args.save_every, share, args.timeout) < 1:

@@ -32,7 +32,8 @@ more, pass checkpoint_wrapper(block, context_fn=keep_products), below.
 "Kept" are the bytes of activations between forward and backward. "At once" says how many blocks
 have activations in memory at the same time. "Off by" is the gradient's distance from that without
 checkpoints. "Computed" are the operations in matrix products, in forward and backward. The first
-layer is frozen, as in fine-tuning.
+layer is frozen, as in fine-tuning. (Before torch 2.14, the count does not see the products, so
+keep_products shows 1048576.)
 
 The wrong ways: compile() of a checkpoint around a sharded block compiles nothing, without an error.
 (If you do not compile, fully_shard may come first.) A checkpoint around each single operation

@@ -10,6 +10,7 @@
         train_one_step(model, optimizer)  # nothing is computed, and nothing is sent
         with FSDPMemTracker(model, optimizer) as memory, CountCollectives() as sent:
             train_one_step(model, optimizer)  # the second: now AdamW has its averages
+    print(memory.get_tracker_snapshot("current"))  # what stays between steps
     print(sent.calls, sent.bytes, memory.get_tracker_snapshot("peak"))
 
 One process plays one rank of the job, on a CPU. Make the inputs inside "with fake", too, but meshes
@@ -160,11 +161,10 @@ def train_and_count(way, width, blocks, rows, tensor):
         with FSDPMemTracker(model, optimizer) as memory, CountCollectives() as sent:
             memory.track_inputs((inputs, targets))
             train_one_step()
-    kept = [*model.parameters(), *(p.grad for p in model.parameters()),
-            *(value for state in optimizer.state.values() for value in state.values())]
-    peak = memory.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return (sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in kept),
-            {getattr(what, "value", what): size for what, size in peak.items()}, sent)
+    kept, peak = ({getattr(what, "value", what): size for what, size in
+                   memory.get_tracker_snapshot(when)[torch.device("cpu")].items()}
+                  for when in ("current", "peak"))
+    return kept["Total"] - kept["Inputs"], peak, sent
 
 
 class FeedForward(nn.Module):

@@ -1,15 +1,12 @@
 """Resume: a job that is killed, and started again, ends with the bits of one that never was.
 
-A snapshot is a file with all that a job needs to go on. When a rank dies, the launcher (torchrun,
-say) ends the other ranks and starts all anew. Each rank then calls load, and trains on. That ends
-with the same bits only if the snapshot has all that a step changes, and if what is random follows
-from the number of the step. And a job may die at any moment: also while it writes the snapshot.
-Write save, load and seed_step, which the training below calls. The checker kills it twice or three
-times: in the middle of a step, and in the middle of save.
+When a rank dies, the launcher (torchrun, say) ends the others and starts all anew. Each rank then
+calls load, and trains on from the last snapshot: a file with all that a job needs to go on. Write
+save, load and seed_step, which the training below calls. The check kills it two or three times, in
+the middle of save.
 
-Read before: 02_torchrun_elastic.py, resume and save in it. What goes wrong here is in pitfalls/,
-each in a file: snapshot_in_place, every_rank_saves, off_by_one_epoch and optimizer_not_saved; and
-in recipes/randomness.py.
+Read before: 02_torchrun_elastic.py, resume and save in it; recipes/randomness.py; and, in
+pitfalls/, snapshot_in_place, every_rank_saves, off_by_one_epoch and optimizer_not_saved.
 
     python exercises/11_resume.py
 """
@@ -23,10 +20,10 @@ STEPS = 6
 def save(path, model, optimizer, step):
     """Write a snapshot to path: this step has just been taken. All ranks call it, after a step.
 
-    path: a string, alike on all ranks, in a folder that they share. If there is a snapshot, the new
-    one takes its place. One rank writes: the model and the optimizer are the same on all. If the
-    process dies in here, then path holds, whole, the snapshot from before the call (or still none),
-    or the new one. Other files may be left over in the folder.
+    path: a string, alike on all ranks, in a folder that they share. One rank writes: the model and
+    the optimizer are the same on all. At each moment, path has to be whole: the snapshot from
+    before the call (or none, if there was none), or the new one. The process may die at any of
+    them. There may be other files, in the same folder: another one may be on another disk.
     """
     raise NotImplementedError
 
@@ -43,9 +40,8 @@ def load(path, model, optimizer):
 def seed_step(step, rank, world_size):
     """Seed torch's random numbers (torch.randn, Dropout) for a step on a rank.
 
-    The same arguments give the same numbers again, whatever was drawn before, and in each life of
-    the job. Other arguments give other numbers: no two pairs of a step and a rank share theirs. A
-    job may have thousands of steps, and more ranks than here.
+    The same arguments always give the same numbers, also in another process. No two pairs of a step
+    and a rank share theirs. A job may have 100,000 steps and 4,000 ranks.
     """
     raise NotImplementedError
 

@@ -1,51 +1,64 @@
 """The check of exercises/11_resume.py."""
 
+import contextlib
 import itertools
 import os
 import resource
+import shutil
 import signal
 import sys
+from unittest import mock
 
 import answer
 import torch
 import torch.distributed as dist
 from checker import die, expect
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-DEATHS = ("in the middle of step 3", "in the middle of save, after step 3",
+DEATHS = ("in the middle of save, after step 1", "in the middle of save, after step 3",
           "in save, after step 3, before it moved or removed a file")  # fmt: skip
-MOVED, EMPTIED, CAME_FROM = [], [], []  # what this process has done to files
+CHANGES = ("os.rename", "os.remove", "os.link", "os.symlink", "os.truncate")
+MOVED, EMPTIED, CAME_FROM, LOOKS = [], [], [], []  # what this process has done to files
 last_move = [0]  # the move or removal that this process does not live to see: its number
+looked_at = [""]  # the path whose content goes into LOOKS before each of CHANGES
 
 
 def trial(life, folder):
-    rank, own, job = dist.get_rank(), folder / f"own-{dist.get_rank()}", folder / "job"
+    rank, path = dist.get_rank(), f"{folder}/job/snapshot.pt"
+    own = folder / f"own-{rank}"
+    answer.hash = lambda value: hash((life, value)) if has_text(value) else hash(value)
     sys.addaudithook(watch)
     if life == 0:
-        look_at_seeds()
+        with mock.patch("traceback.format_stack", list):  # most of the time of a manual_seed
+            look_at_seeds()
         # First a training that nothing kills. There, each rank has a folder of its own.
         own.mkdir()
-        job.mkdir(exist_ok=True)
-        torch.save(unbroken(f"{own}/snapshot.pt"), folder / f"unbroken-{rank}.pt")
-    states, moves, size = torch.load(folder / f"unbroken-{rank}.pt")
+        (folder / "job").mkdir(exist_ok=True)
+        torch.save((*unbroken(f"{own}/snapshot.pt"), draw()), folder / f"unbroken-{rank}.pt")
+    states, moves, size, drawn = torch.load(folder / f"unbroken-{rank}.pt")
+    expect(draw() == drawn, "seed_step gives other numbers in this life of the job than in the"
+           " first one", "what differs between two processes? The clock, a process's number, and"
+           " hash() of a string")
+    if life and os.path.exists(path):
+        (own / f"{life}").mkdir()
+        copy = shutil.copy(path, own / f"{life}")
+        load_and_look(life, str(copy), *new_start(), states, " with a copy of path alone,")
     model, optimizer = new_start()
-    first = load_and_look(life, f"{job}/snapshot.pt", model, optimizer, states)
+    first = load_and_look(life, path, model, optimizer, states)
 
     def prepare_accident(step):
-        if (life, step) == (0, 3) and rank == dist.get_world_size() - 1:
-            model.register_forward_hook(lambda *_: die())
-        if (life, step) == (1, 3) and size:  # the system lets no file of this process grow further
+        if (life, step) in ((0, 1), (1, 3)):  # the system lets no file of this process grow further
             signal.signal(signal.SIGXFSZ, lambda *_: die())
             resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
         if (life, step) == (2, 3) and moves > 1:
             last_move[0] = len(MOVED) + moves
 
-    answer.train(f"{job}/snapshot.pt", model, optimizer, first, prepare_accident)
+    answer.train(path, model, optimizer, first, prepare_accident)
     compare(state_of(model, optimizer), states[answer.STEPS], "at the end,",
             "after each load it was right: does a step depend on anything else?")
-    expect(f"{job}/snapshot.pt" not in EMPTIED, "save opens path itself to write into it. If the"
-           " process dies then, there is no whole snapshot",
-           "a move is done or not done; a copy can be half done")
+    expect(path not in EMPTIED, "save opens path itself to write into it. If the process dies then,"
+           " there is no whole snapshot", "a move is done or not done; a copy can be half done")
     expect(not CAME_FROM, f"the new snapshot comes from another folder, {''.join(CAME_FROM[:1])}."
            " If that is on another disk, it cannot be moved", "write it into the folder of path")
     return f"killed {life} times, went on with step {first}, ended with the bits of an unbroken run"
@@ -58,25 +71,38 @@ def unbroken(path):
     first, states, moves = answer.load(path, model, optimizer), [], []
     expect(first == 0, f"there is no snapshot, and load returned {first!r}",
            "the first step is step 0; os.path.exists(path) says whether there is a snapshot")
+    compare(state_of(model, optimizer), state_of(*new_start()), "there is no snapshot, and after"
+            " load", "then the model and the optimizer stay as they are")
+    looked_at[0], before = path, None
 
     def note(step):
+        nonlocal before
         states.append(state_of(model, optimizer))
         moves.append(len(MOVED))
+        for look in LOOKS:
+            expect(look or not before, f"while save runs, after step {step - 1}, there is no"
+                   " snapshot at path for a moment", "the process may die at each moment: move the"
+                   " new file over the old one. os.replace needs no room to be made")
+            expect(look in (before, content(path)), f"while save runs, after step {step - 1}, path"
+                   " holds neither the old nor the new snapshot", "move a file that is whole")
+        LOOKS.clear()
+        before = content(path)
 
     answer.train(path, model, optimizer, 0, note)
     note(answer.STEPS)
+    looked_at[0] = ""
     size = max((file.stat().st_size for file in os.scandir(os.path.dirname(path))), default=0)
     writers = [rank for rank, its_size in enumerate(gathered(size)) if its_size]
     expect(writers, "no rank has written a snapshot", "torch.save writes one")
     expect(len(writers) == 1, f"ranks {writers} all write a snapshot",
            "written by several processes at a time, a file has parts of each; and one rank has all"
            " that is needed")
-    return states, moves[4] - moves[3], size
+    return states, moves[4] - moves[3], sum(gathered(size))
 
 
-def load_and_look(life, path, model, optimizer, states):
+def load_and_look(life, path, model, optimizer, states, how=""):
     """Call load, and check what it returns and leaves behind. Return the step to take next."""
-    before = f"a rank died {DEATHS[life - 1]}, and now" if life else "with no snapshot,"
+    before = f"a rank died {DEATHS[life - 1]}, and now{how}" if life else "with no snapshot,"
     try:
         first = answer.load(path, model, optimizer)
     except Exception as error:
@@ -93,9 +119,9 @@ def load_and_look(life, path, model, optimizer, states):
            "which step comes after the one that save was told?")
     expect(first != 3, f"{told}: step 2, which was lost, is left out",
            "which step comes after the one that save was told?")
-    expect(first in ((0,), (2,), (2,), (2, 4))[life], f"{told}; the last whole snapshot was saved"
-           " after step 1", "at each moment in save, a whole snapshot has to be in its place. (And"
-           " load has to leave it there)",
+    expect(first in ((0,), (0,), (2,), (2, 4))[life], f"{told}; a whole snapshot was saved"
+           f" {'after step 1' if life > 1 else 'never'}", "at each moment in save, a whole snapshot"
+           " has to be in its place. (And load has to leave it there)",
            "write another file, and move it over the old one when it is whole: os.replace")
     compare(state_of(model, optimizer), states[first], f"{told}, but",
             "all that a step changes has to be in the snapshot, as it was after the same step")
@@ -103,25 +129,45 @@ def load_and_look(life, path, model, optimizer, states):
 
 
 def look_at_seeds():
-    world_size, seen = dist.get_world_size(), {}
-    for step, rank in itertools.product(range(answer.STEPS), range(world_size)):
-        drawn = []
-        for _ in range(2):
-            answer.seed_step(step, rank, world_size)
-            drawn.append(tuple(torch.rand(3).tolist()))
-        expect(drawn[0] == drawn[1], f"after two calls of seed_step({step}, {rank}, {world_size}),"
-               " torch.rand gave different numbers", "let nothing but the arguments decide:"
-               " torch.manual_seed")
-        other = seen.setdefault(drawn[0], (step, rank))
-        expect(other == (step, rank), f"rank {rank} draws in step {step} what rank {other[1]} draws"
-               f" in step {other[0]}", "each pair of a step and a rank needs a seed of its own")
-    seen.clear()
-    for step, rank in itertools.product(range(110), range(16)):
-        answer.seed_step(step, rank, 16)
-        other = seen.setdefault(tuple(torch.rand(3).tolist()), (step, rank))
-        expect(other == (step, rank), f"with 16 ranks, rank {rank} draws in step {step} what rank"
-               f" {other[1]} draws in step {other[0]}", "which numbers does step times something,"
-               " plus the rank, meet twice?", "world_size is one of the arguments")
+    world_size = dist.get_world_size()
+    pairs = list(itertools.product(range(answer.STEPS), range(world_size)))
+    for step, rank in pairs:
+        expect(numbers(step, rank, world_size) == numbers(step, rank, world_size),
+               f"after two calls of seed_step({step}, {rank}, {world_size}), torch.rand gave"
+               " different numbers", "let nothing but the arguments decide: torch.manual_seed")
+    look_for_twins(pairs, world_size, "")
+    if dist.get_rank() > 0:  # rank 0 can speak for all
+        return
+    # For each k, some of these are k steps apart, and one rank; others k ranks, and one step.
+    pairs = [*itertools.product(range(16), range(16)),
+             *((step, 1) for step in range(256)), *((step, 0) for step in range(0, 100_000, 256)),
+             *((1, rank) for rank in range(64)), *((0, rank) for rank in range(0, 4096, 64))]
+    look_for_twins(pairs, 4096, "with 4096 ranks, ")
+
+
+def look_for_twins(pairs, world_size, told):
+    seen = {}
+    for step, rank in pairs:
+        other = seen.setdefault(numbers(step, rank, world_size), (step, rank))
+        expect(other == (step, rank), f"{told}rank {rank} draws in step {step} what rank {other[1]}"
+               f" draws in step {other[0]}", "each pair of a step and a rank needs a seed of its"
+               " own: which numbers does step times something, plus the rank, meet twice?",
+               "world_size is one of the arguments")
+
+
+def numbers(step, rank, world_size):
+    answer.seed_step(step, rank, world_size)
+    return tuple(torch.rand(3).tolist())
+
+
+def draw():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [numbers(step, rank, world_size) for step in (0, 1, 90_000)]
+
+
+def has_text(value):
+    """Does each Python process have another hash of it?"""
+    return any(isinstance(one, (str, bytes)) for one in tree_leaves(value))
 
 
 def compare(found, right, when, hint):
@@ -142,15 +188,23 @@ def state_of(model, optimizer):
 
 
 def watch(event, args):
+    if event in CHANGES:
+        LOOKS.extend([content(looked_at[0])] * bool(looked_at[0]))
     if event in ("os.rename", "os.remove"):
         MOVED.append(event)
         if event == "os.rename" and str(args[1]).endswith("snapshot.pt"):
             source, target = (os.path.dirname(os.path.abspath(path)) for path in args[:2])
-            CAME_FROM.extend([source] * (source != target))
+            CAME_FROM.extend([source] * (not f"{source}/".startswith(f"{target}/")))
         if len(MOVED) == last_move[0]:
             die()
     elif event == "open" and isinstance(args[2], int) and args[2] & os.O_TRUNC:
         EMPTIED.append(str(args[0]))
+
+
+def content(path):
+    """Return the bytes of a file, or None if there is none."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read()
 
 
 def gathered(value):

@@ -1,3 +1,6 @@
+import os
+
+
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -44,7 +47,7 @@ def load(path, model, optimizer):
     return snapshot["step"]
 
 
-# ---- written in place: died in the middle of save, after step 3, and now load fails: ----
+# ---- written in place: died in the middle of save, after step 1, and now .* load fails: ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -68,7 +71,7 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-# ---- removed first: before it moved or removed a file, and now load returned 0 ----
+# ---- removed first: while save runs, after step 3, there is no snapshot at path for a moment ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -168,17 +171,17 @@ def seed_step(step, rank, world_size):
     torch.manual_seed(step + rank)
 
 
-# ---- hard-coded for two ranks: with 16 ranks, rank 0 draws in step 1 what rank 2 draws in step 0 ----
+# ---- hard-coded for two ranks: with 4096 ranks, rank 0 draws in step 1 what rank 2 draws in step 0 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(step * 2 + rank)
 
 
-# ---- other numbers in each life: at the end, the weight 0.weight has other bits ----
+# ---- other numbers in each life: seed_step gives other numbers in this life ----
 def seed_step(step, rank, world_size):
-    torch.manual_seed((step * world_size + rank) * 10**6 + os.getpid())
+    torch.manual_seed(step * world_size + rank + 10**9 * os.getpid())
 
 
-# ---- seeds that meet later: with 16 ranks, rank 0 draws in step 100 what rank 1 draws in step 0 ----
+# ---- seeds that meet later: with 4096 ranks, rank 1 draws in step 100 what rank 2 draws in step 0 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(rank * 100 + step)
 
@@ -214,11 +217,108 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-# ---- from another folder: the new snapshot comes from another folder, .*/elsewhere ----
+# ---- from another folder: the new snapshot comes from another folder, .*/tmp ----
+import tempfile
+
+
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        other = os.path.join(os.path.dirname(path), "elsewhere")
-        os.makedirs(other, exist_ok=True)
-        torch.save(state, f"{other}/snapshot.tmp")
-        os.replace(f"{other}/snapshot.tmp", path)
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            torch.save(state, file)
+        os.replace(file.name, path)
+
+
+# ---- the old one moved away: with a copy of path alone, load |for a moment ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        if os.path.exists(path):
+            os.replace(path, f"{path}.old")
+        torch.save(state, path)
+
+
+def load(path, model, optimizer):
+    for one in (path, f"{path}.old"):
+        try:
+            snapshot = torch.load(one)
+        except Exception:
+            continue
+        model.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+        return snapshot["step"] + 1
+    return 0
+
+
+# ---- the old one moved away, and the new one in its place: there is no snapshot at path ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, f"{path}.tmp")
+        if os.path.exists(path):
+            os.replace(path, f"{path}.old")
+        os.replace(f"{path}.tmp", path)
+        if os.path.exists(f"{path}.old"):
+            os.remove(f"{path}.old")
+
+
+def load(path, model, optimizer):
+    for one in (path, f"{path}.old"):
+        if os.path.exists(one):
+            snapshot = torch.load(one)
+            model.load_state_dict(snapshot["model"])
+            optimizer.load_state_dict(snapshot["optimizer"])
+            return snapshot["step"] + 1
+    return 0
+
+
+# ---- the first one in place: died in the middle of save, after step 1, and now .* load fails ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        if not os.path.exists(path):
+            return torch.save(state, path)
+        torch.save(state, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+# ---- a new start made by load: there is no snapshot, and after load the weight .* has other bits ----
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1
+
+
+# ---- a stride of a thousand: with 4096 ranks, rank 0 draws in step 1024 what rank 1 .* in step 24 ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(rank * 1000 + step)
+
+
+# ---- a stride of ten thousand: with 4096 ranks, rank 0 draws in step 10240 what rank 1 draws ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(rank * 10_000 + step)
+
+
+# ---- a stride of 1000 ranks: with 4096 ranks, rank 1024 draws in step 0 what rank 24 draws in step 1 ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(step * 1000 + rank)
+
+
+# ---- bits side by side: with 4096 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(step << 8 ^ rank)
+
+
+# ---- a hash of text: seed_step gives other numbers in this life ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(hash(f"step {step}, rank {rank}"))
+
+
+# ---- what was drawn before decides: torch.rand gave different numbers ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(int(torch.randint(10**9, ())) + step * world_size + rank)

@@ -21,18 +21,14 @@ for name in list(os.environ):
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 import pytest
-from support import PYTHON, make_digits, run, write_digits
+from digits import make_digits, write_digits
+from started import PYTHON, run
 
 
 def pytest_addoption(parser):
     parser.addoption("--rounds", type=int, default=3, help="repetitions of the launch tests")
     parser.addoption(
         "--write-transcripts", action="store_true", help="write docs/transcripts/ anew")
-
-
-def pytest_configure(config):
-    if config.getoption("--rounds") < 1:
-        raise pytest.UsageError("--rounds: give 1 or more: none would test nothing")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -48,8 +44,7 @@ there = torch.cuda.is_available()
 count = torch.cuda.device_count() if there else 0
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if there else None
 print(json.dumps({"gpus": count, "torch": torch.__version__, "cuda": torch.version.cuda,
-                  "name": torch.cuda.get_device_name() if there else None, "nccl": nccl,
-                  "two backends": hasattr(torch.distributed, "ProcessGroupNCCL2")}))"""
+                  "name": torch.cuda.get_device_name() if there else None, "nccl": nccl}))"""
 
 
 @functools.cache
@@ -59,14 +54,6 @@ def machine_with_gpus():
         result = run(PYTHON, "-c", ASK, cwd=folder, env={"CUDA_VISIBLE_DEVICES": VISIBLE})
     assert result.status == 0, result.output
     return json.loads(result.output.splitlines()[-1])
-
-
-def pytest_report_header(config):
-    if config.option.markexpr != "gpu":
-        return None
-    found = machine_with_gpus()
-    return (f"GPUs: {found['gpus']} ({found['name']}), torch {found['torch']}, CUDA"
-            f" {found['cuda']}, NCCL {found['nccl']}")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -96,9 +83,3 @@ def archives(idx_files):
 def mnist_dir(tmp_path_factory):
     """A folder for --data-dir that holds the small set; not to be written to."""
     return write_digits(tmp_path_factory.mktemp("digits"))
-
-
-@pytest.fixture
-def own_mnist_dir(tmp_path):
-    """The same set in a folder of the test's own, to damage."""
-    return write_digits(tmp_path / "digits")

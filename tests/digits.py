@@ -1,5 +1,7 @@
-"""A small set of digits to train on, and what a training leaves behind: snapshots and digests."""
+"""A small set of digits to train on, and the snapshots of a training: read, compared, spoiled."""
 
+import os
+import pickle
 import re
 import struct
 
@@ -56,3 +58,29 @@ def difference(one, other):
 def digest(result):
     """The checksum of the weights with which a run ended, as it printed it."""
     return re.search(r"sha256 (\w{12})$", result.output, re.MULTILINE)[1]
+
+
+# ---- Each spoils the good snapshot at path, whose content is given, too ----
+
+
+class Bomb:
+    """A pickle that creates a file when it is loaded."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def plain_pickle(path, good):
+    path.write_bytes(pickle.dumps(Bomb()))
+
+
+def pickle_in_an_archive(path, good):
+    torch.save({"model": Bomb()}, path)
+
+
+def flipped_byte(path, good):
+    data = bytearray(good)
+    largest = max(torch.load(path, weights_only=True)["model"].values(), key=torch.numel)
+    data[good.index(largest.numpy().tobytes()) + 100] ^= 1
+    path.write_bytes(data)
+    torch.load(path, weights_only=True)  # torch does not notice

@@ -1,25 +1,22 @@
-"""What torchrun starts in place of a script: the script, with a signal sent at a chosen moment.
-
-fault_campaign.py gives it the plan of a round. The scripts know nothing of this: a function that
-they call is replaced by one that counts its calls, and sends the signal at the planned one.
-"""
+"""Sends a signal at a chosen moment of a script, which test_faults.py lets call arm()."""
 
 import contextlib
-import importlib
 import io
 import itertools
-import json
 import os
 import pathlib
 import signal
 import sys
 import time
 
+import torch
 
-def place_of(moment, script):
+SAVING = ("writing", "before the move", "after the move")  # rank 0 alone saves
+
+
+def place_of(moment):
     """(owner, name) of the function that is called at that moment."""
-    import torch  # not before the script, which must ask for its parent first
-
+    script = sys.modules["__main__"]
     survive = getattr(script, "survive", None)  # of the template
     return {
         "rank starts": (survive or script, "pick_device"),
@@ -35,70 +32,52 @@ def place_of(moment, script):
 
 def with_strike(function, moment, strike):
     """The function, but strike() is called in front of it, behind it, or in its middle."""
-    import torch
-
     def call(*args, **kwargs):
         if moment == "writing":
             state, file = args
-            whole = io.BytesIO()
-            function(state, whole)
+            function(state, whole := io.BytesIO())
             file.write(whole.getvalue()[: whole.tell() // 2])
             file.flush()
             strike()
-            file.write(whole.getvalue()[whole.tell() // 2 :])
-        elif moment == "after the move":
-            function(*args)
+            return file.write(whole.getvalue()[whole.tell() // 2 :])
+        if moment != "after the move" and not (moment == "evaluation" and torch.is_grad_enabled()):
             strike()
-        else:
-            if moment != "evaluation" or not torch.is_grad_enabled():
-                strike()
-            return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if moment == "after the move":
+            strike()
+        return found
 
     return call
 
 
-def strike_once(plan, folder):
-    """Send the signal to the victim, unless an earlier attempt has done so."""
-    try:
-        (folder / "struck").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    mine = f"rank {os.environ['RANK']}"
-    ranks = [f"rank {rank}" for rank in range(plan["world_size"])]
-    everybody = ["launcher", *sorted(ranks, key=mine.__eq__)]  # itself last
-    for victim in everybody if plan["victim"] == "job" else [plan["victim"]]:
-        with contextlib.suppress(ProcessLookupError):  # torchrun may have been faster
-            os.kill(pid_of(victim, folder), signal.Signals[plan["signal"]])
-
-
-def pid_of(victim, folder):
+def pid_of(victim):
     """Of torchrun, or of a rank, which it has started by now."""
     while victim != "launcher":
         with contextlib.suppress(OSError, ValueError):  # not yet there, or not yet whole
-            return int((folder / victim).read_text())
+            return int(pathlib.Path(victim).read_text())
         time.sleep(0.01)
     return os.getppid()
 
 
-def main():
-    plan, folder, *sys.argv = sys.argv[1:]
-    plan, folder, rank = json.loads(plan), pathlib.Path(folder), int(os.environ["RANK"])
-    (folder / f"rank {rank}").write_text(str(os.getpid()))
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    script = importlib.import_module(pathlib.Path(sys.argv[0]).stem)
-    if hasattr(script, "REPORT_EVERY"):
-        script.REPORT_EVERY = 1  # so that repeated work can be counted
+def arm(moment, name, victim, count=1):
+    """When that moment comes for the count-th time, the victim ("rank 1", "launcher", "job") gets
+    the signal of that name; once, in all attempts."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pathlib.Path(f"rank {rank}").write_text(str(os.getpid()))
+    actor = int(victim[-1]) if victim.startswith("rank") else world_size - 1
+    if rank != (0 if moment in SAVING else actor):
+        return
+    others = [f"rank {other}" for other in range(world_size) if other != rank]
     calls = itertools.count(1)
 
     def strike():
-        if next(calls) == plan["count"]:
-            strike_once(plan, folder)
+        if next(calls) != count or os.path.exists("struck"):
+            return
+        open("struck", "x").close()
+        job = ["launcher", *others, f"rank {rank}"]  # itself last
+        for its in job if victim == "job" else [victim]:
+            with contextlib.suppress(ProcessLookupError):  # torchrun may have been faster
+                os.kill(pid_of(its), signal.Signals[name])
 
-    if rank == plan["actor"] and plan["moment"] != "import":
-        owner, name = place_of(plan["moment"], script)
-        setattr(owner, name, with_strike(getattr(owner, name), plan["moment"], strike))
-    script.main()
-
-
-if __name__ == "__main__":
-    main()
+    owner, function = place_of(moment)
+    setattr(owner, function, with_strike(getattr(owner, function), moment, strike))

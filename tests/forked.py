@@ -12,6 +12,7 @@ import pathlib
 import re
 import resource
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -31,18 +32,13 @@ asking = threading.Lock()
 # All that the scripts and the tests' own modules import: else each process imports it anew.
 forkserver.set_forkserver_preload([
     "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
-    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "support",
+    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "digits",
 ])  # fmt: skip
 
 
-def fork(script, *arguments, cwd, timeout=60, before=None, env=None):
-    """Run ROOT/script in one process forked from the server."""
-    return _fork(script, arguments, [env or {}], cwd, timeout, before)
-
-
-def fork_each(script, *arguments, cwd, environments, timeout=60):
-    """Run ROOT/script in one forked process for each of the environments."""
-    return _fork(script, arguments, environments, cwd, timeout, None)
+def fork(script, *arguments, cwd, timeout=60, before=None, env=None, environments=None):
+    """Run ROOT/script in a process forked from the server; or in one for each environment."""
+    return _fork(script, arguments, environments or [env or {}], cwd, timeout, before)
 
 
 def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
@@ -149,25 +145,29 @@ def run_script(script, arguments, environment, folder, output, before=None, work
 
 
 def variant(folder, script, changes):
-    """Write ROOT/script to folder with {old text: new text} replaced; return its path.
+    """Write ROOT/script to folder with changes in it; return its path.
 
-    Each old text must stand below the script's docstring exactly once: else a test would change
-    nothing, or more than it means to. (A recipe's docstring has the answer, too.)
+    changes: code that gives names of the script another meaning, put in front of the call of main()
+    (it has the old one by def name(..., old=name)); or {old text: new text}, each of which must
+    stand below the docstring exactly once: else a test would change nothing, or more than it means.
     """
-    paths = [ROOT / script]
+    text = (ROOT / script).read_text()
+    if isinstance(changes, str):
+        guard = '\nif __name__ == "__main__":\n'
+        before, after = text.split(guard)
+        text = f"{before}\n{changes}\n{guard}{after}"
+    else:
+        docstring = re.match(r'(r?""".*?""")?', text, re.DOTALL)[0]  # a recipe's has its answer
+        text = text.removeprefix(docstring)
+        for old, new in changes.items():
+            assert text.count(old) == 1, f"{text.count(old)} times in {script}: {old!r}"
+            text = text.replace(old, new)
+        text = docstring + text
+    path = folder / pathlib.Path(script).name
+    path.write_text(text)
     if script == "template/train.py":  # two files that are copied together
-        paths.append(ROOT / "template/survive.py")
-    texts = {path: path.read_text() for path in paths}
-    docstrings = {path: re.match(r'(r?""".*?""")?', text, re.DOTALL)[0]
-                  for path, text in texts.items()}
-    texts = {path: text.removeprefix(docstrings[path]) for path, text in texts.items()}
-    for old, new in changes.items():
-        count = sum(text.count(old) for text in texts.values())
-        assert count == 1, f"{count} times in {script}: {old!r}"
-        texts = {path: text.replace(old, new) for path, text in texts.items()}
-    for path, text in texts.items():
-        (folder / path.name).write_text(docstrings[path] + text)
-    return folder / paths[0].name
+        shutil.copy(ROOT / "template/survive.py", folder)
+    return path
 
 
 def numbers(pattern, result):
@@ -185,21 +185,11 @@ def limit_file_size():
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-def pretended(count, kind="cuda", usable=True):
-    """Functions of torch.accelerator, as if there were so many GPUs, with any build of torch."""
-    def current_accelerator(check_available=False):
-        return torch.device(kind) if usable or not check_available else None
-
-    return {"current_accelerator": current_accelerator, "is_available": lambda: usable,
-            "device_count": lambda: count, "set_device_index": lambda index: None}  # fmt: skip
-
-
 def pretend_gpus(count=1, kind="cuda"):
-    """Torch says that there are so many GPUs."""
-    vars(torch.accelerator).update(pretended(count, kind))
-
-
-pretend_one_gpu = pretend_gpus
+    """Torch says that there are so many GPUs, with any build of torch."""
+    vars(torch.accelerator).update(
+        current_accelerator=lambda check_available=False: torch.device(kind),
+        is_available=lambda: True, device_count=lambda: count, set_device_index=lambda index: None)
 
 
 def come_late():
@@ -234,12 +224,12 @@ def play_machine():
         addresses.get(name, name), *args, **kwargs)
 
 
-def clocks_differ():
-    """The clock of the second machine is a thousand seconds fast."""
-    fast, now = 1000 * (machine() - 1), time.time
-    time.time = lambda: now() + fast
+def own_disk():
+    """A current folder for each machine."""
+    os.makedirs(f"disk{machine()}", exist_ok=True)
+    os.chdir(f"disk{machine()}")
 
 
-def one_core():
-    """One thread, as fork_ranks and fork_workers give to each process by themselves."""
-    os.sched_getaffinity = lambda _: {0}
+def report_errors():
+    """What torchrun would read of an error goes to report*.json."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath(f"report{os.environ['RANK']}.json")

@@ -8,7 +8,7 @@ import time
 import uuid
 
 import pytest
-from support import ACTIVE, ROOT, Result, end, start
+from started import ACTIVE, ROOT, Result, end, start, wait_until
 
 LAB = ROOT / "launch/lab"
 
@@ -71,16 +71,14 @@ class Job:
 
     def wait_for(self, pattern, after=0, timeout=90):
         """Return (moment, line) of the first line after that moment that matches the pattern."""
-        deadline = time.monotonic() + timeout
-        while True:
+        def found():
             ended = self.process.poll() is not None and not self.reader.is_alive()
-            for moment, line in list(self.lines):
-                if moment > after and re.search(pattern, line):
-                    return moment, line
-            assert not ended and time.monotonic() < deadline, (
-                f"{'ended' if ended else 'waited'} without {pattern!r}:\n{self.output()}"
-            )
-            time.sleep(0.02)
+            lines = [line for line in list(self.lines)
+                     if line[0] > after and re.search(pattern, line[1])]
+            assert lines or not ended, f"ended without {pattern!r}:\n{self.output()}"
+            return lines[:1]
+
+        return wait_until(found, lambda: f"{pattern!r} does not come:\n{self.output()}", timeout)[0]
 
     def output(self):
         return "".join(f"{line}\n" for _, line in list(self.lines))

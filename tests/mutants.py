@@ -192,13 +192,10 @@ def main():
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one mutant")
-    parser.add_argument("--lines", type=int, nargs="+", help="all mutants of these, and no draw")
     args = parser.parse_args()
     [script] = ROOT.glob(f"{args.script}*.py")
     drawn = found = mutants(script.read_text())
-    if args.lines:
-        drawn = [mutant for mutant in found if mutant[0] in args.lines]
-    elif args.count < len(found):
+    if args.count < len(found):
         drawn = sorted(random.Random(args.seed).sample(found, args.count))
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work

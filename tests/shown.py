@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections import Counter
 
-from support import ROOT
+from started import ROOT
 
 README = ROOT / "README.md"
 LAUNCH = ROOT / "launch/README.md"

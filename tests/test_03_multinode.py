@@ -4,31 +4,16 @@ Processes play the machines. test_lab.py runs it on machines that are apart.
 """
 
 import functools
-import os
 import re
+import shutil
 
 import pytest
-from snapshots import pickle_in_an_archive
-from support import (
-    difference,
-    digest,
-    files,
-    fork,
-    fork_each,
-    fork_ranks,
-    free_port,
-    load,
-    machine,
-    play_machine,
-)
+import torch
+from digits import difference, digest, load, pickle_in_an_archive
+from forked import fork, fork_ranks, own_disk, play_machine
+from started import files
 
 SCRIPT = "03_multinode.py"
-
-
-def own_disk():
-    """Called in a child: a current folder for each machine."""
-    os.makedirs(f"disk{machine()}", exist_ok=True)
-    os.chdir(f"disk{machine()}")
 
 
 def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2):
@@ -42,11 +27,21 @@ apart = functools.partial(train, before=(own_disk,))
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, mnist_dir):
-    """(result, snapshot) of three epochs of 02 on one machine with four ranks."""
-    folder = tmp_path_factory.mktemp("whole")
-    result = train(folder, 3, 1, "--data-dir", mnist_dir, script="02_torchrun_elastic.py", nodes=1)
-    assert result.status == 0, result.output
-    return result, load(folder)
+    """(outputs of each epoch, path of the snapshot after each) of 02 on one machine, four ranks."""
+    folder, paths, results = tmp_path_factory.mktemp("whole"), [], []
+    for epoch in (1, 2, 3):  # 02 goes on with the same bits: test_02_torchrun_elastic.py
+        results.append(train(folder, epoch, "--data-dir", mnist_dir,
+                             script="02_torchrun_elastic.py", nodes=1))
+        assert results[-1].status == 0, results[-1].output
+        paths.append(shutil.copy(folder / "snapshot.pt", folder / f"{epoch}.pt"))
+    return results, paths
+
+
+def assert_ends_as(whole, result, *folders):
+    results, paths = whole
+    assert digest(result) == digest(results[-1])
+    for folder in folders:
+        assert difference(load(folder), torch.load(paths[-1], weights_only=True)) == 0
 
 
 def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir, whole):
@@ -61,34 +56,42 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir,
         ["node2", "1", "3", "1", "cpu"],
     ]
     assert len({row[5] for row in rows}) == 4
-    assert result.epochs() == whole[0].epochs()
-    assert difference(load(tmp_path / "run"), whole[1]) == 0 and digest(result) == digest(whole[0])
+    assert [{epoch: said} for epoch, said in result.epochs().items()] == [
+        one.epochs() for one in whole[0]]
+    assert_ends_as(whole, result, tmp_path / "run")
     assert result.saved() == [2, 3] and files(tmp_path / "run") == ["snapshot.pt"]
 
 
-@pytest.mark.parametrize("newest", [1, 2])
-def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole, newest):
-    """The other one has an old snapshot, or none."""
-    disk1, disk2 = disks = tmp_path / "disk1", tmp_path / "disk2"
-    if newest == 2:
-        apart(tmp_path, 1, "--data-dir", mnist_dir)
-        assert load(disk1)["next_epoch"] == load(disk2)["next_epoch"] == 2
-    train(disks[newest - 1], 2, "--data-dir", mnist_dir, nodes=1)
+def on_disks(folder, *snapshots):
+    """The folders of the machines, with these snapshots in them."""
+    disks = [folder / f"disk{number}" for number, _ in enumerate(snapshots, 1)]
+    for disk, snapshot in zip(disks, snapshots, strict=True):
+        disk.mkdir()
+        shutil.copy(snapshot, disk / "snapshot.pt")
+    return disks
+
+
+def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole):
+    disks = on_disks(tmp_path, whole[1][0], whole[1][1])
     result = apart(tmp_path, 3, "--data-dir", mnist_dir)
     assert result.status == 0, result.output
     assert "resumed from snapshot.pt at epoch 3" in result.lines(0)
-    assert list(result.epochs()) == [3] and digest(result) == digest(whole[0])
-    assert difference(load(disk1), whole[1]) == difference(load(disk2), whole[1]) == 0
+    assert list(result.epochs()) == [3]
+    assert_ends_as(whole, result, *disks)
 
 
-def test_of_two_snapshots_of_one_epoch_all_ranks_take_the_same(tmp_path, mnist_dir):
-    """They may be of different runs."""
-    for node in 1, 2:
-        train(tmp_path / f"disk{node}", 1, "--data-dir", mnist_dir, "--batch-size", 8 * node,
-              world_size=1, nodes=1)  # fmt: skip
-    result = apart(tmp_path, 2, "--data-dir", mnist_dir, world_size=2)
-    assert result.status == 0, result.output  # 03 compares the replicas
-    assert difference(load(tmp_path / "disk1"), load(tmp_path / "disk2")) == 0
+def test_of_two_snapshots_of_one_epoch_all_ranks_take_the_same(tmp_path, mnist_dir, whole):
+    """They may be of different runs. A machine that has none gets it at once."""
+    state = torch.load(whole[1][-1], weights_only=True)
+    state["optimizer"]["param_groups"][0]["lr"] = 1.0
+    state["model"] = {name: weights / 2 for name, weights in state["model"].items()}
+    torch.save(state, tmp_path / "other.pt")
+    disks = on_disks(tmp_path, whole[1][-1], tmp_path / "other.pt")
+    for _ in range(2):
+        result = apart(tmp_path, 3, "--data-dir", mnist_dir, world_size=2)
+        assert result.status == 0, result.output  # 03 compares the replicas
+        assert_ends_as(whole, result, *disks)
+        shutil.rmtree(disks[0])
 
 
 def test_a_snapshot_that_one_machine_cannot_load(tmp_path, mnist_dir):
@@ -114,25 +117,13 @@ def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
 # ---- Other starts ----
 
 
-def test_started_by_hand(tmp_path, mnist_dir):
-    """Five variables are all that a process needs to find the others."""
-    with free_port() as port:
-        environments = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in (0, 1)]
-        result = fork_each(SCRIPT, 1, "--data-dir", mnist_dir, cwd=tmp_path,
-                           environments=environments)
-    assert result.status == 0, result.output
-    assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")
-
-
 def test_a_wrong_start_ends_in_words(tmp_path):
-    """Restarts that would look for dead ranks, or a timeout of no time."""
+    """Restarts would look for dead ranks."""
     asked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for arguments, env, message in (
-        ([], {}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
-        ([], asked, "for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend"),
-        (["--timeout", 0], asked | {"TORCHELASTIC_MAX_RESTARTS": "0"}, "must be 1 or more"),
+    for env, message in (
+        ({}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
+        (asked, "for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend"),
     ):
-        result = fork(SCRIPT, *arguments, cwd=tmp_path, env=env)
+        result = fork(SCRIPT, cwd=tmp_path, env=env)
         assert result.status == 2 and re.search(message, result.error()), result.output

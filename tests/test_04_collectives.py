@@ -13,7 +13,8 @@ import pytest
 import shown
 import torch
 import torch.distributed as dist
-from support import ROOT, fork, fork_ranks, fork_workers, pretend_one_gpu
+from forked import fork, fork_ranks, fork_workers, report_errors
+from started import ROOT
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SCRIPT = "04_collectives.py"
@@ -34,7 +35,7 @@ def tell_the_ends():
     dist.destroy_process_group = told(dist.destroy_process_group, lambda: "leaves")
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     result = fork_ranks(SCRIPT, cwd=tmp_path, world_size=world_size, before=tell_the_ends)
     assert result.status == 0 and "Warning" not in result.output, result.output
@@ -147,7 +148,7 @@ def fail_on_rank_1():
     def fail(*_):
         raise RuntimeError("not what was sent")
 
-    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.abspath(f"report {os.environ['RANK']}.json")
+    report_errors()
     if os.environ["RANK"] == "1":
         torch.testing.assert_close = fail
 
@@ -155,25 +156,9 @@ def fail_on_rank_1():
 def test_an_error_ends_the_job(tmp_path):
     """Rank 0 waits for the others' last checks, and reports no success."""
     result = fork_ranks(SCRIPT, "--only", "all_to_all", cwd=tmp_path, before=fail_on_rank_1)
-    assert "not what was sent" in (tmp_path / "report 1.json").read_text(), "for torchrun"
+    assert "not what was sent" in (tmp_path / "report1.json").read_text(), "for torchrun"
     assert result.status in (1, -6), "rank 0 may abort, as it loses its peer"
     assert "== all_to_all" in result.output and "passed" not in result.output, result.output
-
-
-def tell_the_device():
-    """Called in a child: there is one GPU, and the process ends where it would meet the others."""
-    def told(backend, device_id):
-        print(f"{backend}, {device_id}, {torch.get_default_device()}\n", end="", flush=True)
-        os._exit(0)
-
-    pretend_one_gpu()
-    dist.init_process_group = told
-
-
-def test_a_gpu_for_each_process(tmp_path):
-    result = fork_ranks(SCRIPT, cwd=tmp_path, before=tell_the_device)
-    assert "nccl, cuda:0, cuda:0\n" in result.output, "rank 0"
-    assert result.status == 1 and "each process needs a GPU: start fewer" in result.output
 
 
 @pytest.mark.parametrize(("launch", "words", "message"), [

@@ -1,9 +1,7 @@
-"""05: its lessons say what the pages show, and fail if the store is wrong; two terminals; kills."""
+"""05: its lessons say what the pages show, and fail if the store is wrong; two terminals."""
 
-import os
 import pathlib
 import re
-import signal
 
 import pytest
 import shown
@@ -16,7 +14,7 @@ SCRIPT = "05_tcpstore.py"
 
 @pytest.mark.parametrize(("call", "message"), [
     ("--role client", "needs the --port"), ("--nprocs 1", "--nprocs must be 2 or more"),
-    ("--role boss", "invalid choice: 'boss'"), ("--port x", "invalid int value: 'x'")])
+    ("--role boss", "invalid choice: 'boss'")])
 def test_bad_calls(tmp_path, call, message):
     result = fork(SCRIPT, *call.split(), cwd=tmp_path)
     assert result.status == 2 and message in result.error(), result.output
@@ -117,42 +115,17 @@ def test_it_starts_its_own_processes(tmp_path):
 
 @pytest.mark.long
 def test_two_terminals(tmp_path):
-    """Also: the server listens on loopback only, and one process too many is turned away."""
+    """The server listens on loopback only."""
     server = start(PYTHON, ROOT / SCRIPT, "--role", "server", cwd=tmp_path)
-    clients = []
     try:
         output = read_until(server, "waits for 1 of")
         command = re.search(r"python (\S+ --role client --port (\d+))\n", output)
         assert listening(server.pid) == [("127.0.0.1", int(command[2]))]
-        for _ in range(2):
-            clients.append(start(PYTHON, *command[1].split(), cwd=tmp_path))
-        outputs = [client.communicate(timeout=90)[0] for client in clients]
+        client = run(PYTHON, *command[1].split(), cwd=tmp_path)
         output += server.communicate(timeout=60)[0]
-        assert server.returncode == 0, output
+        assert server.returncode == client.status == 0, output
         assert "12 lessons, all checks passed on 2 processes" in output
-        (status, joined), (refusal, late) = sorted(
-            (client.returncode, text) for client, text in zip(clients, outputs, strict=True))
-        assert (status, refusal) == (0, 1), outputs
-        assert "[rank 1/2] did " in joined and "has its 2 processes already" in late
-        for process in (server, *clients):
-            assert_nothing_left(process)
+        assert "[rank 1/2] did " in client.output
+        assert_nothing_left(server)
     finally:
-        for process in (server, *clients):
-            end(process)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("victim", "status"), [("server", -9), ("client", 1)])
-def test_when_one_process_is_killed_all_end(tmp_path, victim, status):
-    """With the server at once, with a client after the timeout that the script sets."""
-    process = start(PYTHON, variant(tmp_path, SCRIPT, {"seconds=60": "seconds=5"}), cwd=tmp_path)
-    try:
-        output = read_until(process, "== wait_timeout")
-        client = int(re.search(r"\[rank 1/3\] pid (\d+), connected", output)[1])
-        os.kill(client if victim == "client" else process.pid, signal.SIGKILL)
-        output, _ = process.communicate(timeout=60)
-        assert_nothing_left(process)
-        assert process.returncode == status and "all checks passed" not in output, output
-        assert ("DistStoreError" if victim == "client" else "DistNetworkError") in output
-    finally:
-        end(process)
+        end(server)

@@ -1,24 +1,17 @@
 """Each lesson is one sitting, and differs from the one before in its own subject alone."""
 
 import ast
-import re
 import runpy
 import subprocess
 
 import pytest
 import torch
-from support import ROOT
+from started import ROOT
 
 LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*_*.py"))}
 # {lesson: lines and words at most}
 LIMITS = {"01": (285, 1800), "02": (300, 1800), "03": (340, 2100), "04": (480, 3000),
           "05": (420, 2500), "06": (420, 2700)}
-# {text: {lesson: the line by which it comes at the latest}}
-BY_LINE = {
-    "    dist.init_process_group(\n": {"01": 85, "02": 85, "03": 95},
-    "\n# ---- The lesson ends here.": {"01": 200, "02": 215, "03": 250},
-    "\ndef set_get(": {"05": 110},
-}
 CHANGED = {("01", "02"): 190, ("02", "03"): 150}  # lines of the diff, at most
 # What two neighbours have in common is the same to the byte; but for these, as they differ by what
 # the lesson is about.
@@ -30,13 +23,6 @@ def test_a_lesson_is_one_sitting(number):
     text, (lines, words) = LESSONS[number].read_text(), LIMITS[number]
     assert len(text.splitlines()) <= lines and len(text.split()) <= words
     assert len(ast.get_docstring(ast.parse(text)).splitlines()) <= 25
-
-
-@pytest.mark.parametrize("text", BY_LINE)
-def test_a_reader_comes_to_the_point(text):
-    for number, line in BY_LINE[text].items():
-        before, found, _ = LESSONS[number].read_text().partition(text)
-        assert found and before.count("\n") < line, number
 
 
 def test_the_front_page_is_one_page():
@@ -79,12 +65,3 @@ def test_the_difference_is_the_lesson(before, after):
     assert len(old.keys() & new.keys() - OWN) >= 9
     assert [name for name in old.keys() & new.keys() - OWN if old[name] != new[name]] == []
     assert [name for name in new if name in old] == [name for name in old if name in new]
-
-
-@pytest.mark.parametrize("number", ["02", "03"])
-def test_what_the_docstring_names_as_new_is_there(number):
-    docstring = ast.get_docstring(ast.parse(LESSONS[number].read_text()))
-    new = re.search(r"New here.*?\.", docstring, re.DOTALL)[0]
-    named = {name for names in re.findall(r"\(([\w, ]+)\)|(\w+_\w+)", new) for part in names
-             for name in part.split(", ") if part}  # fmt: skip
-    assert named and named <= functions(number).keys()

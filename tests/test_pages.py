@@ -4,16 +4,17 @@ import mmap
 import os
 import pathlib
 import re
+import tempfile
 
 import pytest
 import shown
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from support import PYTHON, TORCHRUN, forkserver, free_port, run
+from forked import forkserver
+from started import PYTHON, TORCHRUN, free_port, run
 
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
-NCCL = pathlib.Path(torch.__file__).parent.parent / "nvidia/nccl/lib/libnccl.so.2"
 GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
 
 
@@ -60,32 +61,29 @@ def meet(rank, line, port, path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_the_four_ways_to_meet(tmp_path, number):
+def test_the_four_ways_to_meet(tmp_path):
     lines = shown.block("four ways to meet").splitlines()
     assert len(lines) == 4
-    with free_port() as port:
-        ranks = [forkserver.Process(target=meet, args=(rank, lines[number], port, str(tmp_path)))
-                 for rank in (0, 1)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(60)
-            process.kill()
-        assert [process.exitcode for process in ranks] == [0, 0]
+    for line in lines:
+        with free_port() as port, tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            ranks = [forkserver.Process(target=meet, args=(rank, line, port, folder))
+                     for rank in (0, 1)]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(60)
+                process.kill()
+            assert [process.exitcode for process in ranks] == [0, 0], line
 
 
-def test_a_snapshot_with_more_than_plain_types(tmp_path):
+def test_the_messages_of_save_and_load(tmp_path):
     torch.save({"path": pathlib.PurePosixPath("x")}, tmp_path / "snapshot.pt")
     with pytest.raises(Exception, match=quoted("Weights only load failed")) as error:
         torch.load(tmp_path / "snapshot.pt")
     assert quoted(error.typename)
-
-
-@pytest.mark.parametrize(("count", "message"), [(9, "iostream error"), (99999, "unexpected pos")])
-def test_a_full_disk(count, message):
-    with pytest.raises(RuntimeError, match=quoted(message)):
-        torch.save(torch.zeros(count), "/dev/full")
+    for count, message in ((9, "iostream error"), (99999, "unexpected pos")):
+        with pytest.raises(RuntimeError, match=quoted(message)):
+            torch.save(torch.zeros(count), "/dev/full")
 
 
 @pytest.mark.long
@@ -125,7 +123,42 @@ def test_the_messages_of_nccl_are_in_its_library():
                         "destroy_process_group() was not called before program exit",
                         *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2")):
             assert library.find(quoted(message).encode()) > 0, message
-    if NCCL.exists() and hasattr(dist, "ProcessGroupNCCL2"):
-        message = quoted("Multiple Ranks are using the same GPU/Partition")
-        assert message.encode() in NCCL.read_bytes()
 
+
+# ---- The pictures: each is drawn from committed logs, and a page shows it ----
+
+
+@pytest.fixture
+def draw(monkeypatch):
+    """The module that draws."""
+    pytest.importorskip("matplotlib", reason="pip install -r requirements-dev.txt")
+    monkeypatch.syspath_prepend(shown.PICTURES)
+    import draw
+
+    return draw
+
+
+def test_the_pictures_are_those_of_their_logs(draw):
+    """Each still one says from what it was drawn; those that move are drawn anew."""
+    drawn = {path.stem: path for path in shown.PICTURES.glob("*.svg")}
+    assert drawn.keys() == draw.STILL.keys() | draw.MOVING.keys()
+    linked = {(document.parent / link).resolve()
+              for document in shown.DOCUMENTS for link in shown.links(document)}  # fmt: skip
+    for name, path in drawn.items():
+        assert path in linked, f"{name}: no document shows it"
+        whole = path.read_text()
+        assert (draw.source(*draw.STILL[name][1:]) in whole if name in draw.STILL
+                else draw.MOVING[name]().text() == whole), (
+            f"draw {name} anew: python docs/pictures/draw.py --redraw")  # fmt: skip
+
+
+def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
+    whole = {epoch: loss for *_, epoch, loss in draw.epochs(draw.read(
+        draw.LOGS / "uninterrupted.log"))}  # fmt: skip
+    lines = draw.read(draw.LOGS / "killed.log")
+    [crash] = [i for i, (_, line) in enumerate(lines) if "crash on purpose" in line]
+    before, after = draw.epochs(lines[:crash]), draw.epochs(lines[crash:])
+    assert sorted(whole) == list(range(1, 21)) and before[-1][2] == 10 and after[0][2] == 9
+    assert all(whole[epoch] == loss for *_, epoch, loss in before + after)
+    [checksum] = {line for _, line in lines if "sha256" in line}
+    assert checksum in (draw.LOGS / "uninterrupted.log").read_text()

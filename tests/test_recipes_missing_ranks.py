@@ -6,40 +6,10 @@ What both show, and that they can fail: test_recipes.py.
 import runpy
 
 import pytest
-from support import ROOT, TORCHRUN, fork, numbers, run, variant, wait_before_forks
+from forked import fork, numbers, variant, wait_before_forks
+from started import ROOT, TORCHRUN, run
 
 # ---- who_is_missing ----
-
-
-def record(*calls, first=1):
-    """A record as torch writes it, with calls of (kind, type), numbered from first."""
-    frames = [{"filename": "train.py", "name": "main", "line": 1}]
-    return {"entries": [{"process_group": ("0", "default_pg"), "is_p2p": False, "frames": frames,
-                         "collective_seq_id": number, "profiling_name": f"gloo:{kind}",
-                         "input_sizes": [[4]], "input_dtypes": [dtype]}
-                        for number, (kind, dtype) in enumerate(calls, first)]}
-
-
-def test_first_difference():
-    """What the recipe's own run does not show: lost records, older calls gone, other groups."""
-    script = runpy.run_path(str(ROOT / "recipes/who_is_missing.py"))
-    first_difference, reduce = script["first_difference"], ("all_reduce", "Float")
-
-    assert first_difference([record(reduce), record(reduce)]) == (None, {})
-    found = first_difference([record(reduce), record(("all_reduce", "Double")), record(), None])
-    assert found[0] == 1 and script["describe"](*found)[1:] == [
-        "rank 0 called all_reduce Float[4] in main (train.py:1)",
-        "rank 1 called all_reduce Double[4] in main (train.py:1)",
-        "rank 2 made 0 calls, and no call 1",
-        "rank 3 wrote no record: it is dead, or busy outside torch"]
-    # Of rank 0's record the first two calls are gone. Rank 1 stopped after call 3.
-    number, calls = first_difference([record(*4 * [reduce], first=3), record(*3 * [reduce])])
-    assert number == 4 and calls[1].made == 3
-    # In a scatter, the ranks do not pass the same.
-    assert first_difference([record(("scatter", "Float")), record(("scatter", ""))])[0] is None
-    with pytest.raises(RuntimeError, match="no calls of the group 'mine' in the records"):
-        first_difference([record(reduce)] * 2, group="mine")
-
 
 TERMINATED = """
 import os, runpy, signal, sys, threading, time
@@ -49,15 +19,6 @@ save_record_at_sigterm = runpy.run_path(sys.argv[1])["save_record_at_sigterm"]
 save_record_at_sigterm(".")
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-time.sleep(1)  # Gloo's threads that connect have ended: beside them, a fork may hang (Python 3.11)
-for change in (lambda: None,  # a child's SIGTERM is its own
-               lambda: save_record_at_sigterm("/dev/null/records")):  # must end all the same
-    if os.fork() == 0:
-        change()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
-        os._exit(0)
-    assert os.wait()[1] in (signal.SIGTERM, (128 + signal.SIGTERM) << 8)
 if dist.get_rank() == 0:
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     dist.all_reduce(torch.ones(4))  # rank 1 does not come: until the timeout of 30 minutes
@@ -75,11 +36,11 @@ def test_sigterm_writes_the_record_of_a_rank_that_waits_in_a_call(tmp_path):
     recipe = ROOT / "recipes/who_is_missing.py"
     result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "job.py", recipe, cwd=tmp_path,
                  env={"OMP_NUM_THREADS": "2"})
-    assert 'job.py", line 20 in <module>' in result.output, result.output
+    assert 'job.py", line 11 in <module>' in result.output, result.output
     script = runpy.run_path(str(recipe))
     found = script["first_difference"](script["load_records"](tmp_path, 2))
     assert script["describe"](*found)[1:] == [
-        "rank 0 called all_reduce Float[4] in <module> (job.py:20)",
+        "rank 0 called all_reduce Float[4] in <module> (job.py:11)",
         "rank 1 made 1 calls, and no call 2"]
 
 
@@ -89,24 +50,18 @@ SCRIPT = "recipes/go_on_without.py"
 FORK = {'mp.get_context("spawn")': 'mp.get_context("fork")'}  # as these processes are forked, too
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kill", [0, 2])
-def test_whichever_rank_dies_the_others_train_on(tmp_path, kill):
-    """As one process does, which the recipe itself checks."""
-    dies = {"KILLED, KILL_STEP = 1": f"KILLED, KILL_STEP = {kill}"}
-    script = variant(tmp_path, SCRIPT, FORK | dies)
-    result = fork(script, cwd=tmp_path, before=wait_before_forks)
-    assert result.status == 0, result.output
-    assert f"rank {kill} of 3 died in step 5" in result.output
+HANGS = {"os.kill(os.getpid(), signal.SIGKILL)\n": "time.sleep(20)\n",
+         "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"}
 
 
 @pytest.mark.long
-def test_a_rank_that_hangs_is_left_out(tmp_path):
-    """It ends by itself when it comes back, and the others finish without it."""
-    script = variant(tmp_path, SCRIPT, FORK | {
-        "os.kill(os.getpid(), signal.SIGKILL)\n": "time.sleep(20)\n",
-        "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"})
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"KILLED, KILL_STEP = 1": "KILLED, KILL_STEP = 0"}, "rank 0 of 3 died in step 5"),
+    (HANGS, "process 1 came too late: the others have gone on without it"),
+], ids=["rank 0", "hangs"])
+def test_the_others_train_on(tmp_path, changes, said):
+    """As one process does, which the recipe itself checks, of rank 1 that dies."""
+    script = variant(tmp_path, SCRIPT, FORK | changes)
     result = fork(script, cwd=tmp_path, before=wait_before_forks)
-    assert result.status == 0, result.output
-    assert "process 1 came too late: the others have gone on without it" in result.output
+    assert result.status == 0 and said in result.output, result.output
     assert numbers(r".* (\d+) of 60 rows never seen, .*", result) == [("0",), ("20",)]

@@ -14,7 +14,8 @@ import sys
 import textwrap
 
 import pytest
-from support import ROOT, fork_ranks
+from forked import fork_ranks
+from started import ROOT
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
 PASTED = ROOT / "tests/pasted"

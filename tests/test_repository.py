@@ -11,14 +11,14 @@ from collections import defaultdict
 import pytest
 import shown
 from shown import masked
-from support import ACTIVE, ROOT, run
+from started import ACTIVE, ROOT, run
 
 SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 TEMPLATE = [ROOT / "template/train.py"]
 OTHERS = [ROOT / path for path in (
-    "docs/pictures/draw.py", "tests/fault_campaign.py", "launch/check_machines.py",
+    "docs/pictures/draw.py", "launch/check_machines.py",
     "launch/kill_test.py", "benchmarks/parts/plot.py", "benchmarks/parts/smallest_ddp.py")]
 OTHERS += [*sorted(ROOT.glob("benchmarks/*.py")), *TEMPLATE]
 # Each script tells its own story there.
@@ -42,11 +42,9 @@ NOT_RUN = {
         "it runs these tests",
     "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
     "rm -f snapshot.pt": "says nothing",
-    "python tests/(fault_campaign.py --rounds 100|departures.py --rounds 20)":
-        "takes half an hour; test_faults.py and test_lab.py play some of it",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
-    "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pictures.py draws them anew",
+    "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup|collectives).py":
         "takes minutes; test_benchmarks.py runs it at its smallest",
@@ -186,32 +184,23 @@ def test_the_main_job_prints_what_the_readme_shows(tmp_path, request):
 
 
 def functions(path):
-    """{name: text} of the functions and classes of a file, without marks of what is new."""
-    source = re.sub(r"^ *# New in \d\d: .*\n", "", path.read_text(), flags=re.MULTILINE)
-    lines, found = source.splitlines(), {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
-    return found
+    """{name: text} of the functions and classes of a file, but for those in which it is its own."""
+    text = path.read_text()
+    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN}
 
 
 def test_functions_of_one_name_have_one_text():
-    """In the scripts and pitfalls; and what recipes share. (01 to 03: test_lessons.py, too.)"""
-    lessons, recipes = defaultdict(set), defaultdict(set)
-    for path in SCRIPTS[:3]:
+    """In 04 to 06 and the pitfalls, as in one of 01 to 03. (Of these: test_lessons.py.)"""
+    texts = defaultdict(set)
+    for path in [*SCRIPTS, *PITFALLS]:
         for name, text in functions(path).items():
-            lessons[name].add(text)
-    for path in [*SCRIPTS[3:], *PITFALLS]:
-        for name, text in functions(path).items():
-            assert text in (lessons[name] or {text}), f"{path.name}: another {name}"
-            lessons[name].add(text)
+            assert path in SCRIPTS[:3] or text in (texts[name] or {text}), f"{path.name}: {name}"
+            texts[name].add(text)
     for path in [*RECIPES, ROOT / "launch/check_machines.py"]:
-        for name, text in functions(path).items():
-            recipes[name].add(text)
-    for name in ("gathered", "pick_device"):  # of check_machines.py, too
-        assert recipes[name] <= lessons[name], f"another {name}"
-    assert len(recipes["log"] - lessons["log"]) == 1, "recipes have different short forms of log"
+        shared = functions(path)
+        for name in ("gathered", "pick_device"):
+            assert shared.get(name) in {None, *texts[name]}, f"{path.name}: another {name}"
 
 
 def test_scripts_stand_alone():
@@ -241,3 +230,7 @@ def test_the_pages_that_the_sources_name_are_there():
     for path in filter(pathlib.Path.is_file, sources):
         words = re.findall(r"\b(?:\w+/)?README\.md\b|\bdocs/\w+\.md\b", path.read_text())
         assert [word for word in words if not (ROOT / word).is_file()] == [], path
+
+
+def test_the_tests_are_shorter_than_what_they_guard():
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 6000

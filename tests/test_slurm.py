@@ -13,8 +13,9 @@ from functools import partial
 import pytest
 import shown
 import torch
+from forked import fork_ranks
 from lab import Lab
-from support import PYTHON, ROOT, end, fork_ranks, run, start, wait_until
+from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
 CONFIGURATION = """
@@ -35,8 +36,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPidFile={folder}/slurmctld.pid
-NodeName=node1 NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000
-NodeName=node2 NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000
+NodeName=node[1-2] NodeAddr=10.77.0.[1-2] CPUs=2 RealMemory=4000
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 # Commands in the place of Slurm's; and python, which without PYTHON finds no snapshot to look at.
@@ -120,14 +120,11 @@ def slurm(tmp_path):
             variables = [f"{name}={value}" for name, value in env.items()]
             return lab("run", "node1", "env", *variables, *words, check=check)
 
-        def both_idle():  # "2 idle", or a line for each
-            said = command("sinfo", "-h", "-o", "%D %T", check=False)
-            return sum(int(count) for count in re.findall(r"^(\d+) idle$", said, re.MULTILINE)) == 2
-
         command.wait_until = partial(
             wait_until, what=lambda: [job.output()[-3000:] for job in lab.jobs],
             timeout=300, pause=0.2)
-        command.wait_until(both_idle)
+        command.wait_until(lambda: command("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+                           == ["idle"] * 2)
         yield command
 
 
@@ -164,9 +161,6 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     ours, theirs = (torch.load(folder / "snapshot.pt", weights_only=True)["model"]
                     for folder in (tmp_path, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for node in ("node1", "node2"):
-        files = list((tmp_path / "multinode-1" / node).glob("**/stdout.log"))
-        assert len(files) == 4, "two processes, twice"
 
 
 @pytest.mark.long
@@ -177,3 +171,24 @@ def test_srun_alone_starts_the_template(tmp_path, slurm):
     slurm("sbatch", "--nodes=2", "--ntasks-per-node=2", "--output=log", tmp_path / "job.sh")
     slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
     assert "[rank 0/4] 4 replicas are identical, sha256 " in (tmp_path / "log").read_text()
+
+
+@pytest.mark.long
+def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
+    """launch/README.md's commands as they stand, but for the first, which installs."""
+    pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
+    for name in ("02_torchrun_elastic.py", "03_multinode.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    install, commands = shown.block("torchx").split("\n", 1)
+    assert install.startswith("pip install ")
+    result = run("bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path},
+                 timeout=600)
+    assert result.status == 0, result.output
+    here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
+    assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
+    torchrun = (r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
+                r" --rdzv_id .* --nnodes 2 --nproc_per_node 8 .* 03_multinode.py 50 10")
+    for scheduler in slurm.partition("#!/bin/bash\n")[2], kubernetes:
+        assert len(re.findall(torchrun, scheduler)) == 2, scheduler
+    assert slurm.count("--mem=64000 --gpus-per-task=8") == 2
+    assert "schedulerName: volcano" in kubernetes and "nvidia.com/gpu" in kubernetes

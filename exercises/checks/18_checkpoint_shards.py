@@ -1,0 +1,172 @@
+"""The check of exercises/18_checkpoint_shards.py."""
+
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import answer
+import torch
+import torch.distributed as dist
+from checker import Exchanges, die, expect
+
+LENGTH, MORE = 30011, 8192  # MORE: bytes that files may have besides the numbers
+OPENED, CHANGES = set(), []  # what this process has opened; when it has made or moved a file
+at_change = [lambda: None]  # what to do just before
+DEATHS = ("", "while it wrote", "before it made or moved the last file",
+          "when it had made the last file, and written nothing into it")  # fmt: skip
+
+
+def trial(life, folder):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    few, root, plan = folder / "saves/few", folder / "saves/all", folder / f"plan-{rank}"
+    sys.addaudithook(watch)
+    if life == 0:
+        few.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
+        expect(answer.load(str(root), 0, 1) is None, "there is no save yet, and load does not"
+               " return None", "a file that is not there means that there is no save")
+        save_and_load(few, 7, world_size - 1, (1, world_size, world_size + 2))
+        save_and_load(root, 1, LENGTH, (1, 2, 5))
+        at_change[0], before = lambda: time.sleep(0.1), len(CHANGES)  # a slow disk
+        sent = save_and_load(root, 2, LENGTH, (1, world_size, 7, 4 * world_size + 1))
+        last = gathered((CHANGES[-1] if CHANGES[before:] else (0, ""), rank))
+        plan.write_text(f"{sent} {(len(CHANGES) - before) * (max(last) == last[rank])}"
+                        f" {max(last)[0][1] == 'open':d}")
+        dist.barrier()
+        if rank == world_size - 1:
+            die_at(3 * LENGTH // world_size)
+        answer.save(str(root), 3, LENGTH, shard_of(3, LENGTH))
+        die()  # all its files are short
+    sent, count, is_open = map(int, plan.read_text().split())
+    for virtual in range(rank, 7, world_size):
+        told = f"a rank died in save of step 3, {DEATHS[life]}; now"
+        look_at_load(told, root, LENGTH, (2, 3), virtual, 7)
+    if life == 1 and max(gathered(count)) or life == 2 and is_open:
+        before, end = len(CHANGES), (lambda: die_at(0)) if life == 2 else die
+        at_change[0] = lambda: len(CHANGES) - before == count - 1 and end()
+        answer.save(str(root), 3, LENGTH, shard_of(3, LENGTH))
+    at_change[0] = lambda: None
+    die_at(resource.RLIM_INFINITY)
+    dist.barrier()
+    save_and_load(root, 4, LENGTH, (1, world_size + 1))
+    return (f"{life} save(s) cut off, and none of them loaded; loaded as 1 to {4 * world_size + 1}"
+            f" ranks; a rank sent {sent} bytes in a save")
+
+
+def save_and_load(root, step, length, world_sizes):
+    """Save, and load as all ranks of jobs of other sizes. Return the bytes sent in the save."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    before = size_of(root.rglob("*"))
+    OPENED.clear()
+    answer.load(str(root), rank, world_size)
+    old = [(path, path.stat().st_ino, path.read_bytes()) for path in opened_files()]
+    dist.barrier()
+    with Exchanges() as exchanges:
+        answer.save(str(root), step, length, shard_of(step, length))
+    told, found = f"after save of step {step},", answer.load(str(root), rank, world_size)
+    dist.barrier()
+    expect(found and found[0] == step, f"{told} load finds {found and f'step {found[0]}'} on rank"
+           f" {rank}", "when save returns on one rank, load finds this step on the others, too")
+    for path, number, content in old:
+        same = path.exists() and path.stat().st_ino == number
+        expect(not same or path.read_bytes() == content, f"save writes into {path.name}, which load"
+               " reads. If it dies there, the old save is gone, and the new one is not whole",
+               "write another file, and move it over the old one when it is whole: os.replace")
+    sent, added = exchanges.bytes_sent(), size_of(root.rglob("*")) - before
+    expect(sent <= 4096, f"this rank sent {sent} bytes in save; its part has"
+           f" {12 * (LENGTH // world_size)}", "each rank writes what it has")
+    expect(added <= 12 * length + MORE * world_size, f"{told} the folder has {added} bytes more,"
+           f" and the state has {12 * length}", "does a rank write more than its part?",
+           "behind a view, torch.save writes the whole longer tensor: clone() it")
+    for size in world_sizes:
+        for virtual in range(rank, size, world_size):
+            look_at_load(told, root, length, (step,), virtual, size)
+    dist.barrier()
+    return sent
+
+
+def look_at_load(told, root, length, steps, rank, size):
+    """Call load as a rank of a job of that size. steps: which it may find."""
+    told, cut_off = f"{told} load as rank {rank} of {size}", len(steps) > 1
+    OPENED.clear()
+    try:
+        with Exchanges() as exchanges:
+            found = answer.load(str(root), rank, size)
+    except Exception as error:
+        expect(not cut_off, f"{told} fails: {type(error).__name__}: {error}", "the last thing that"
+               " save does makes it valid, when all ranks have written: what does load look at?")
+        raise
+    expect(not exchanges.calls, f"{told} makes an exchange", "the files have all that is needed")
+    expect(found and found[0] in steps, f"{told} returned {found and f'step {found[0]}'}; the"
+           f" newest whole save is that of step {steps[0]}", "the old save stays until the new one"
+           " is in force: is there a moment in which load finds neither?" if cut_off else
+           "what says which save is the newest?")
+    expect(type(found) is tuple and set(found[1]) == set(answer.NAMES), f"{told} returned {found}",
+           "return step, shard", "shard has a tensor for each of NAMES, also an empty one")
+    first, stop = answer.part_of(length, rank, size)
+    for name, right in zip(answer.NAMES, whole(found[0], length)[:, first:stop], strict=True):
+        part = found[1][name]
+        expect((part.shape, part.dtype) == (right.shape, right.dtype), f"{told}: {name} has shape"
+               f" {tuple(part.shape)} in {part.dtype}, not ({stop - first},) in float32",
+               "part_of says which it needs, and which each saved part has")
+        wrong = (part != right).nonzero().flatten().tolist()
+        if wrong:
+            which, place = divmod(int(part[wrong[0]].nan_to_num(0, 0, 0)), 32768)
+            what = f"number {place} of {answer.NAMES[which % 3]} of step {which // 3}"
+            expect(False, f"{told} says step {found[0]}, but {len(wrong)} of {len(part)} numbers of"
+                   f" {name} are wrong. In the place of number {first + wrong[0]} is"
+                   f" {what if 2 < which < 15 else part[wrong[0]].item()}",
+                   "no file of the old save may change in a new one" if cut_off else
+                   "which parts overlap with [first, stop), and where does each one begin?")
+    kept = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in found[1].values()}
+    need, ranks = 12 * (stop - first), dist.get_world_size()
+    expect(sum(kept.values()) <= need + 1024, f"{told}: its tensors keep {sum(kept.values())} bytes"
+           f" in memory, and have {need}", "a slice keeps all that it is cut from: clone it")
+    bounds = [answer.part_of(length, old, ranks) for old in range(ranks)]
+    parts = [12 * (b - a) for a, b in bounds if max(a, first) < min(b, stop)]
+    opened = size_of(opened_files())
+    expect(opened <= sum(parts) + MORE * (len(parts) + 1), f"{told} opens {opened} bytes of files;"
+           f" the parts that overlap with its own have {sum(parts)}", "which has it no need of?")
+
+
+def die_at(size):
+    """Let this process die when it has written that many bytes into a file."""
+    signal.signal(signal.SIGXFSZ, lambda *_: (time.sleep(0.5), die()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def shard_of(step, length):
+    first, stop = answer.part_of(length, dist.get_rank(), dist.get_world_size())
+    return dict(zip(answer.NAMES, whole(step, length)[:, first:stop], strict=True))
+
+
+def whole(step, length):
+    """Return the three tensors. Each number says its place, its tensor and its step."""
+    return torch.arange(length).float() + 32768 * (3 * step + torch.arange(3.0)[:, None])
+
+
+def watch(event, args):
+    file = event == "open" and isinstance(args[0], str)
+    if file and not args[2] & os.O_CREAT:
+        OPENED.add(os.path.realpath(args[0]))
+    elif event in ("os.rename", "os.symlink", "os.link") or file and "/saves/" in args[0]:
+        at_change[0]()
+        CHANGES.append((time.monotonic(), event))
+
+
+def opened_files():
+    return [path for path in map(Path, list(OPENED)) if "saves" in path.parts and path.is_file()]
+
+
+def size_of(paths):
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,316 @@
+def write(path, content):
+    with open(path, "wb") as file:
+        torch.save(content, file)
+
+
+def own(shard):
+    return {name: part.clone() for name, part in shard.items()}
+
+
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+    point(root, folder, step, length)
+    dist.barrier()
+
+
+def point(root, folder, step, length):
+    if dist.get_rank() == 0:
+        write(f"{root}/newest.tmp", (folder, step, length, dist.get_world_size()))
+        os.replace(f"{root}/newest.tmp", f"{root}/newest.pt")
+
+
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest.pt"):
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/newest.pt")
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{folder}/{old}.pt")
+            for name in NAMES:
+                shard[name][low - first : high - first] = saved[name][low - start : high - start]
+    return step, shard
+
+
+# ---- no barrier before the pointer: a rank died in save of step 3, while it wrote; now load as rank ----
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    point(root, folder, step, length)
+    dist.barrier()
+
+
+# ---- the pointer first: a rank died in save of step 3, while it wrote; now load as rank ----
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    point(root, folder, step, length)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+
+
+# ---- no barrier after the pointer: load finds (step 1|None) on rank \d ----
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+    point(root, folder, step, length)
+
+
+# ---- the same folder each time: save writes into \d.pt, which load reads ----
+def save(root, step, length, shard):
+    write(f"{root}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+    point(root, root, step, length)
+    dist.barrier()
+
+
+# ---- the same names, moved one by one: while it wrote; now load .* says step 2, but \d+ of ----
+def save(root, step, length, shard):
+    path = f"{root}/{dist.get_rank()}.pt"
+    write(f"{path}.tmp", own(shard))
+    os.replace(f"{path}.tmp", path)
+    dist.barrier()
+    point(root, root, step, length)
+    dist.barrier()
+
+
+# ---- the pointer written in place: save writes into newest.pt, which load reads ----
+def point(root, folder, step, length):
+    if dist.get_rank() == 0:
+        write(f"{root}/newest.pt", (folder, step, length, dist.get_world_size()))
+
+
+# ---- the pointer removed first: before it made or moved the last file; now load .* returned None ----
+def point(root, folder, step, length):
+    if dist.get_rank() == 0:
+        write(f"{root}/newest.tmp", (folder, step, length, dist.get_world_size()))
+        if os.path.exists(f"{root}/newest.pt"):
+            os.remove(f"{root}/newest.pt")
+        os.replace(f"{root}/newest.tmp", f"{root}/newest.pt")
+
+
+# ---- the old save removed first: while it wrote; now load .* fails: FileNotFoundError ----
+def save(root, step, length, shard):
+    import shutil
+    folder = f"{root}/step-{step}"
+    if dist.get_rank() == 0:
+        for name in os.listdir(root):
+            if name.startswith("step-"):
+                shutil.rmtree(f"{root}/{name}")
+    dist.barrier()
+    os.makedirs(folder, exist_ok=True)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+    point(root, folder, step, length)
+    dist.barrier()
+
+
+# ---- the newest folder with all files: while it wrote; now load as rank \d of 7 fails ----
+def save(root, step, length, shard):
+    folder = f"{root}/{step}-{length}-{dist.get_world_size()}"
+    os.makedirs(folder, exist_ok=True)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+
+
+def load(root, rank, world_size):
+    found = sorted((tuple(map(int, name.split("-"))) for name in os.listdir(root)), reverse=True)
+    for step, length, ranks in found:
+        folder = f"{root}/{step}-{length}-{ranks}"
+        if len(os.listdir(folder)) < ranks:
+            continue
+        first, stop = part_of(length, rank, world_size)
+        shard = {name: torch.empty(stop - first) for name in NAMES}
+        for old in range(ranks):
+            start, end = part_of(length, old, ranks)
+            low, high = max(first, start), min(stop, end)
+            if low < high:
+                saved = torch.load(f"{folder}/{old}.pt")
+                for name in NAMES:
+                    shard[name][low - first : high - first] = saved[name][low - start : high - start]
+        return step, shard
+
+
+# ---- rank 0 writes all: this rank sent \d+ bytes in save ----
+def save(root, step, length, shard):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own(shard))
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    if dist.get_rank() == 0:
+        for rank, its in enumerate(everyone):
+            write(f"{folder}/{rank}.pt", its)
+    point(root, folder, step, length)
+    dist.barrier()
+
+
+# ---- a view saved: the folder has \d+ bytes more, and the state has \d+ ----
+def own(shard):
+    return shard
+
+
+# ---- only as many ranks as before: load as rank \d of 1: weights has shape ----
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest.pt"):
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/newest.pt")
+    return step, torch.load(f"{folder}/{rank % ranks}.pt")
+
+
+# ---- all files opened: opens \d+ bytes of files; the parts that overlap ----
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest.pt"):
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/newest.pt")
+    saved = [torch.load(f"{folder}/{old}.pt") for old in range(ranks)]
+    first, stop = part_of(length, rank, world_size)
+    return step, {name: torch.cat([its[name] for its in saved])[first:stop].clone()
+                  for name in NAMES}
+
+
+# ---- cut as if the parts were equal: numbers of weights are wrong. In the place of number ----
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest.pt"):
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/newest.pt")
+    first, stop = part_of(length, rank, world_size)
+    size = -(-length // ranks)
+    shard = {name: torch.zeros(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{folder}/{old}.pt")
+            for name in NAMES:
+                part = saved[name][low - old * size :][: high - low]
+                shard[name][low - first :][: len(part)] = part
+    return step, shard
+
+
+# ---- a view returned: its tensors keep \d+ bytes in memory, and have \d+ ----
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest.pt"):
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/newest.pt")
+    first, stop = part_of(length, rank, world_size)
+    parts = {name: [torch.empty(0)] for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{folder}/{old}.pt")
+            for name in NAMES:
+                parts[name].append(saved[name][low - start : high - start])
+    return step, {name: its[1] if len(its) == 2 else torch.cat(its) for name, its in parts.items()}
+
+
+# ---- the world of the process group: load as rank \d of 1: weights has shape ----
+def load(root, rank, world_size):
+    world_size = dist.get_world_size()
+    rank %= world_size
+    folder, step, length, ranks = (torch.load(f"{root}/newest.pt")
+                                   if os.path.exists(f"{root}/newest.pt") else [None] * 4)
+    return folder and (step, torch.load(f"{folder}/{rank}.pt"))
+
+
+# ---- all ranks agree in load: makes an exchange|After \d+ s, there is no end ----
+def load(root, rank, world_size):
+    found = [torch.load(f"{root}/newest.pt") if os.path.exists(f"{root}/newest.pt") else None]
+    dist.broadcast_object_list(found)
+    if found[0] is None:
+        return None
+    folder, step, length, ranks = found[0]
+    return step, torch.load(f"{folder}/{rank % ranks}.pt")
+
+
+# ---- an empty part not there: shard has a tensor for each ----
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest.pt"):
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/newest.pt")
+    first, stop = part_of(length, rank, world_size)
+    parts = {}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            for name, part in torch.load(f"{folder}/{old}.pt").items():
+                parts.setdefault(name, []).append(part[low - start : high - start])
+    return step, {name: torch.cat(its) for name, its in parts.items()}
+
+
+# ---- a marker, and the old save removed before it: the last file; now load as rank \d of 7 returned None ----
+def save(root, step, length, shard):
+    import shutil
+    folder = f"{root}/{step}"
+    os.makedirs(folder, exist_ok=True)
+    write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in os.listdir(root):
+            if int(name) < step:
+                shutil.rmtree(f"{root}/{name}")
+        write(f"{folder}/whole", (folder, step, length, dist.get_world_size()))
+    dist.barrier()
+
+
+def load(root, rank, world_size):
+    steps = [int(name) for name in os.listdir(root) if os.path.exists(f"{root}/{name}/whole")]
+    if not steps:
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/{max(steps)}/whole")
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{folder}/{old}.pt")
+            for name in NAMES:
+                shard[name][low - first : high - first] = saved[name][low - start : high - start]
+    return step, shard
+
+
+# ---- rank 0 writes its part last, behind the pointer: the last file; now load as rank 0 of 7 fails ----
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    if dist.get_rank() > 0:
+        write(f"{folder}/{dist.get_rank()}.pt", own(shard))
+    dist.barrier()
+    point(root, folder, step, length)
+    if dist.get_rank() == 0:
+        write(f"{folder}/0.pt", own(shard))
+    dist.barrier()
+
+
+# ---- a new pointer for each save, not moved: and written nothing into it; now load as rank \d of 7 fails ----
+def point(root, folder, step, length):
+    if dist.get_rank() == 0:
+        write(f"{root}/{step}.pointer", (folder, step, length, dist.get_world_size()))
+
+
+def load(root, rank, world_size):
+    steps = [int(name.split(".")[0]) for name in os.listdir(root) if name.endswith(".pointer")]
+    if not steps:
+        return None
+    folder, step, length, ranks = torch.load(f"{root}/{max(steps)}.pointer")
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{folder}/{old}.pt")
+            for name in NAMES:
+                shard[name][low - first : high - first] = saved[name][low - start : high - start]
+    return step, shard

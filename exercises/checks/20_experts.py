@@ -58,8 +58,8 @@ def look_at(name, choose, trained):
     if trained:
         expect(rows.grad is not None, f"{name} no gradient has reached the rows",
                "each step from the rows to the results needs a way back, through autograd."
-               " (dist.all_to_all_single has none)", "does it go through the expert's result on each"
-               " rank, also where that has no rows?")
+               " (dist.all_to_all_single has none)", "does it go through the expert's result on"
+               " each rank, also where that has no rows?")
         worst = look_at_gradient(f"{name} the gradient of the rows", rows.grad, inputs[rank].grad)
     if sum((its == rank).sum() for its in chosen):
         expect(own.weight.grad is not None, f"{name} no gradient has reached the expert",

@@ -195,3 +195,15 @@ def clip_by_norm(parameters, max_norm):
         for g in gradients:
             g *= min(1, max_norm / (norm + 1e-6))
     return norm
+
+
+# ---- each rank looks at its own square: the norm is (inf|nan), and a gradient was changed ----
+def clip_by_norm(parameters, max_norm):
+    gradients, square = squares(parameters)
+    whole = bool(square.isfinite())
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if whole:
+        for g in gradients:
+            g *= min(1, max_norm / (norm + 1e-6))
+    return norm

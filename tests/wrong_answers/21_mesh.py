@@ -169,3 +169,18 @@ def mean_of_shard(gradient, row, column):
     dist.reduce_scatter_tensor(shard, gradient, group=row)
     dist.all_reduce(shard, group=column)
     return shard / dist.get_world_size()
+
+
+# ---- the column first, with the whole gradient: if row and column have 2 ranks each, the ranks send ----
+def mean_of_shard(gradient, row, column):
+    dist.all_reduce(gradient, group=column)
+    shard = gradient.new_empty(len(gradient) // row.size())
+    dist.reduce_scatter_tensor(shard, gradient, group=row)
+    return shard / dist.get_world_size()
+
+
+# ---- an assert in place of the ValueError: AssertionError ----
+def layout(world_size, shards):
+    assert world_size % shards == 0
+    rows = [list(range(r, r + shards)) for r in range(0, world_size, shards)]
+    return rows, [list(c) for c in zip(*rows)]

@@ -115,13 +115,13 @@ def load_and_look(life, path, model, optimizer, states, how=""):
     expect(isinstance(first, int), told, "return the number of a step")
     expect(set(everyone) == {first}, f"{told}, and on all ranks {everyone}",
            "all ranks go on alike: each needs what the snapshot has")
-    expect(first != 1, f"{told}: it had been taken when the snapshot was saved",
+    lost = {1: "it had been taken when the snapshot was saved",
+            3: "step 2, which was lost, is left out"}
+    expect(first not in lost, f"{told}: {lost.get(first)}",
            "which step comes after the one that save was told?")
-    expect(first != 3, f"{told}: step 2, which was lost, is left out",
-           "which step comes after the one that save was told?")
-    expect(first in ((0,), (0,), (2,), (2, 4))[life], f"{told}; a whole snapshot was saved"
-           f" {'after step 1' if life > 1 else 'never'}", "at each moment in save, a whole snapshot"
-           " has to be in its place. (And load has to leave it there)",
+    expect(first in ((0,), (0,), (2,), (2, 4))[life], f"{told}; the last whole snapshot was"
+           f" saved {'after step 1' if life > 1 else 'never'}", "at each moment in save, a whole"
+           " snapshot has to be in its place. (And load has to leave it there)",
            "write another file, and move it over the old one when it is whole: os.replace")
     compare(state_of(model, optimizer), states[first], f"{told}, but",
             "all that a step changes has to be in the snapshot, as it was after the same step")
@@ -180,9 +180,8 @@ def compare(found, right, when, hint):
 def state_of(model, optimizer):
     """Return copies of weights and buffers, of each weight's momentum, and the learning rate."""
     state = {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        if "momentum_buffer" in optimizer.state[p]:
-            state[f"momentum of {name}"] = optimizer.state[p]["momentum_buffer"].clone()
+    state |= {f"momentum of {name}": optimizer.state[p]["momentum_buffer"].clone()
+              for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
     state |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return state | {"learning rate": torch.tensor(optimizer.param_groups[0]["lr"])}
 

@@ -105,7 +105,7 @@ def look_at_load(told, root, length, steps, rank, size):
            " is in force: is there a moment in which load finds neither?" if cut_off else
            "what says which save is the newest?")
     expect(type(found) is tuple and set(found[1]) == set(answer.NAMES), f"{told} returned {found}",
-           "return step, shard", "shard has a tensor for each of NAMES, also an empty one")
+           "return (step, shard): shard has a tensor for each of NAMES, also an empty one")
     first, stop = answer.part_of(length, rank, size)
     for name, right in zip(answer.NAMES, whole(found[0], length)[:, first:stop], strict=True):
         part = found[1][name]

@@ -80,7 +80,7 @@ def clip_by_norm(parameters, max_norm):
     return norm
 
 
-# ---- a rank without gradients returns at once: After \d+ s, there is no end ----
+# ---- a rank without gradients returns at once: this rank returns the norm of its own gradients, 0 ----
 def clip_by_norm(parameters, max_norm):
     gradients, square = squares(parameters)
     if not gradients:

@@ -9,7 +9,7 @@ have a shard each. A column has the ranks with the same shard. With 6 ranks and 
 
 Each row and each column is a process group. Write layout, make_groups and mean_of_shard, in which
 the gradients go first along the rows, then along the columns. The checker has 2 and 3 ranks, so one
-row or one column. It asks layout for larger meshes.
+row or one column, and then 4, in two rows. It asks layout for larger meshes.
 
 Read before: 04_collectives.py, the sections groups and reduce_scatter, and
 recipes/shard_inside_machines.py. Exercise 13 shards in one direction.

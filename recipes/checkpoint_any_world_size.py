@@ -32,6 +32,8 @@ Save with 2 ranks and load with 3: both print the same sha256 for step 10.
 A save that is killed has not written all shards. If you always save into the same folder, the old
 ones are still in their place, and the mix loads without an error: some rows of the first weight are
 new, and some are old. torch.save(model.state_dict()) on rank 0 saves its own shards only.
+
+Now write it yourself: exercises/18_checkpoint_shards.py.
 """
 
 import gc

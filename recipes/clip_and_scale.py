@@ -35,6 +35,8 @@ returns a DTensor: norm.full_tensor().) Otherwise one inf makes weights nan for 
 multiplies it by 0. If several steps in a row are skipped, stop. A skipped step may have changed
 BatchNorm's buffers: the forward pass has put the inf into its running mean. Copy the buffers before
 each step, and put them back after a skip.
+
+Now write it yourself: exercises/17_clip_shards.py.
 """
 
 import contextlib

@@ -31,6 +31,8 @@ and DistributedSampler cannot start in the middle. StatefulDataLoader in torchda
 2025) can do it on the same number of ranks: its state is that of one rank. Its maintainers repair
 it, but do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull
 request to move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
+
+Now write it yourself: exercises/19_middle_of_an_epoch.py.
 """
 
 import functools

@@ -61,6 +61,8 @@ Two mistakes: some launchers deal the ranks out in turns, one to each machine (s
 a row of the mesh is spread over machines, and more bytes cross than without HSDP. All ranks need
 rows of their own, as with DDP: DistributedSampler(data) is right. A sampler that counts along
 "replicate" gives the same rows to all ranks of a machine.
+
+Now write it yourself: exercises/21_mesh.py.
 """
 
 import gc

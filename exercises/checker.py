@@ -182,7 +182,7 @@ def parse_args(watch=False):
 
 
 def solved(exercise, args):
-    """Check it on 2 and on 3 ranks (or WORLD_SIZES), and print what comes out. Remember it if it is solved."""
+    """Check it on 2 and on 3 ranks (or WORLD_SIZES), and print what comes out. Remember it."""
     answer = SOLUTIONS / exercise.name if args.solution else None
     for world_size in WORLD_SIZES.get(exercise.name, (2, 3)):
         right, text = verdict(run(exercise, world_size, answer), args.hint)

@@ -64,6 +64,7 @@ def test_the_shortest_step_is_drawn():
     assert lines == ["stage 0 |0011....aabb|", "stage 1 |..0011aabb..|", f"GPipe: {says}"]
 
 
+@pytest.mark.long
 def test_other_micro_batches_and_numbers_of_ranks(tmp_path):
     alone = ("1", "--mode", "devices", "--microbatches", "1")
     result = fork_ranks(SCRIPT, *alone, cwd=tmp_path, world_size=1)

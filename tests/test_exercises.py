@@ -118,7 +118,9 @@ def test_checks_again_when_the_file_is_saved_and_ends_by_ctrl_c(tmp_path):
         end(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [
+    signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long)
+                      for one in (signal.SIGTERM, signal.SIGHUP))])
 def test_no_rank_outlives_the_command(number, beginner, tmp_path):
     beginner("print('begun', flush=True); dist.recv(torch.zeros(1), 1 - dist.get_rank())")
     process = start(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path)
@@ -130,6 +132,7 @@ def test_no_rank_outlives_the_command(number, beginner, tmp_path):
         end(process)
 
 
+@pytest.mark.long
 def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_path):
     beginner("breakpoint(); print(dist.get_rank(), end=' is here')")
     output = run(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path).output
@@ -137,6 +140,7 @@ def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_pat
     assert "is still the rank's own" in output, output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "words"), [
     ("__import__('time').sleep(99)", r"rank 0 sleeps in line 2: .*\n.*\n.*no other rank"),
     ("if dist.get_rank() == 0: dist.barrier()\n    while True: pass",

@@ -12,10 +12,10 @@ from started import PYTHON, ROOT, run
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
 # They take long. In plain pytest, their answers are tested, pasted into a script.
-SLOW = {"checkpoint_activations", "checkpoint_any_world_size", "dry_run_1024_ranks",
-        "evaluate_with_shards", "expert_parallel", "go_on_without", "leave_in_time", "randomness",
-        "send_fewer_bytes", "shard_inside_machines", "shard_with_fsdp2", "tensor_parallel",
-        "three_dimensions"}
+SLOW = {"checkpoint_activations", "checkpoint_any_world_size", "context_parallel",
+        "dry_run_1024_ranks", "evaluate_with_shards", "expert_parallel", "go_on_without",
+        "leave_in_time", "randomness", "send_fewer_bytes", "shard_inside_machines",
+        "shard_with_fsdp2", "tensor_parallel", "three_dimensions"}
 
 
 def docstring(name):

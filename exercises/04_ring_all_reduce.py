@@ -20,13 +20,13 @@ import torch.distributed as dist
 def ring_all_reduce(tensor):
     """Replace the tensor, on every rank, by the sum of all ranks' tensors.
 
-    tensor: shape (n,), of any dtype; the same on all ranks. n is 1 or more, and may be less than N,
-    the number of ranks, or no multiple of it. The sum is written into this tensor.
+    tensor: shape (n,). n and the dtype are the same on all ranks. n is 1 or more, and may be less
+    than N, the number of ranks, or no multiple of it. The sum is written into this tensor.
 
-    Only dist.send, recv, isend, irecv and batch_isend_irecv are called. Each rank sends to rank
+    To exchange, call dist.send, recv, isend, irecv and batch_isend_irecv only. A rank sends to rank
     (rank + 1) % N alone, and at most as many bytes as 2 (N - 1) chunks have. A chunk is an N-th of
     the tensor, rounded up to whole elements; yours may be shorter, or empty. Call wait() of what
-    isend, irecv and batch_isend_irecv return: before that, nothing need have been sent.
+    isend, irecv and batch_isend_irecv return: before it, the message may not have left.
     """
     raise NotImplementedError
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 
 def train(model, batches, lr, decay):
-    """Take a step for each batch. Return the mean loss of all rows with a label, as a float.
+    """Take a step for each batch in which a rank has a label. Return the mean loss, a float.
 
     batches: this rank's, a list of pairs: inputs, shape (n, 4), and labels, shape (n,). A row that
     has no label has nan there. The list is as long on all ranks; the batches differ in size. They
@@ -30,10 +30,10 @@ def train(model, batches, lr, decay):
     parameter p, the step subtracts lr * (gradient + decay * p): that is weight decay. If no row of
     that batch has a label, there is no step, and the weights stay as they are.
 
-    All ranks end with the same weights. A rank gives the model no rows of other ranks.
+    All ranks end with the same weights, bit for bit. A rank gives the model no rows of other ranks.
 
-    The mean that comes back is over the rows with a label in all steps and on all ranks; each
-    loss is that before its step. It is the same on all ranks.
+    The result is the mean over all rows with a label, of all steps and ranks. Each loss is taken
+    before its step. All ranks return the same number.
     """
     total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
     for inputs, labels in batches:

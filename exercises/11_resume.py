@@ -2,8 +2,8 @@
 
 When a rank dies, the launcher (torchrun, say) ends the others and starts all anew. Each rank then
 calls load, and trains on from the last snapshot: a file with all that a job needs to go on. Write
-save, load and seed_step, which the training below calls. The check kills it two or three times, in
-the middle of save.
+save, load and seed_step, which the training below calls. The check kills the job two or three
+times, in the middle of save.
 
 Read before: 02_torchrun_elastic.py, resume and save in it; recipes/randomness.py; and, in
 pitfalls/, snapshot_in_place, every_rank_saves, off_by_one_epoch and optimizer_not_saved.
@@ -21,9 +21,9 @@ def save(path, model, optimizer, step):
     """Write a snapshot to path: this step has just been taken. All ranks call it, after a step.
 
     path: a string, alike on all ranks, in a folder that they share. One rank writes: the model and
-    the optimizer are the same on all. At each moment, path has to be whole: the snapshot from
-    before the call (or none, if there was none), or the new one. The process may die at any of
-    them. There may be other files, in the same folder: another one may be on another disk.
+    the optimizer are the same on all. The process may die at any moment. Then path must hold,
+    whole, the snapshot from before the call (or none, if there was none), or the new one. You may
+    write other files, but only in the same folder: another folder may be on another disk.
     """
     raise NotImplementedError
 

@@ -7,8 +7,9 @@ the two numbers for this part, updates it, and gets the other parts from their o
 on a rank is an Nth, and after each step all ranks have the weights that one AdamW would have.
 
 This is stage 1 of ZeRO (S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models, 2020). Exercise 14 shards gradients and weights, too. Read before:
-04_collectives.py, the sections reduce_scatter and all_gather.
+Parameter Models, 2020). Exercise 14 shards gradients and weights, too.
+
+Read before: 04_collectives.py, the sections reduce_scatter and all_gather.
 
     python exercises/13_zero_1.py
 """

@@ -12,8 +12,9 @@ sends no more than an all_reduce of the inputs' gradient.
 
 This is tensor parallelism, from M. Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter
 Language Models Using Model Parallelism, 2019. The names come from there. Its matrices are (in,
-out), so a layer's hidden units are columns of the first one. In torch, a weight is (out, in). Read
-before: 04_collectives.py, the section all_reduce; recipes/tensor_parallel.py lets torch do it.
+out), so a layer's hidden units are columns of the first one. In torch, a weight is (out, in).
+
+Read before: 04_collectives.py, the section all_reduce. recipes/tensor_parallel.py lets torch do it.
 
     python exercises/15_tensor_parallel.py
 """
@@ -31,7 +32,7 @@ class ColumnLinear(nn.Module):
     """
 
     def __init__(self, weight, bias):
-        """Take the whole weight, (hidden, in), and bias, (hidden,); keep this rank's slices alone.
+        """Take the whole weight, (hidden, in), and bias, (hidden,). Copy this rank's slices.
 
         self.weight, (own hidden units, in), and self.bias are nn.Parameters.
         """
@@ -40,7 +41,8 @@ class ColumnLinear(nn.Module):
     def forward(self, inputs):
         """Return (rows, own hidden units). inputs: (rows, in), the same on all ranks.
 
-        The backward pass gives inputs their whole gradient, on each rank: all hidden units count.
+        The backward pass gives inputs, on each rank, the gradient from the hidden units of all
+        ranks. They may be used elsewhere, too, as in x + mlp(x).
         """
         raise NotImplementedError
 
@@ -49,7 +51,7 @@ class RowLinear(nn.Module):
     """The second layer: hidden @ weight.T + bias, where each rank has its own hidden units."""
 
     def __init__(self, weight, bias):
-        """Take the whole weight, (out, hidden), and bias, (out,); keep what is this rank's.
+        """Take the whole weight, (out, hidden), and bias, (out,). Copy what is this rank's.
 
         self.weight, (out, own hidden units), and self.bias, (out,), are nn.Parameters. The bias
         belongs to no hidden unit: each rank has the whole.

@@ -12,8 +12,10 @@ Write train_step.
     rank 2         F0 F1 F2 F3 B0 B1 B2 B3             The check draws your own order so.
 
 The idea is that of Y. Huang et al., GPipe: Efficient Training of Giant Neural Networks using
-Pipeline Parallelism, 2019. Read before: 04_collectives.py, the sections send_recv and isend_irecv.
-06_model_parallel_ddp.py lets torch do it, in train_pipeline.
+Pipeline Parallelism, 2019.
+
+Read before: 04_collectives.py, the sections send_recv and isend_irecv. 06_model_parallel_ddp.py
+lets torch do it, in train_pipeline.
 
     python exercises/16_pipeline.py
 """
@@ -27,17 +29,17 @@ def train_step(stage, inputs, targets, micro_batches):
 
     stage: this rank's layers, a module. What it returns has the shape and dtype of what it takes.
     Call it once with each micro-batch. Its parameters have no gradients yet (None). Afterwards they
-    have those of mse_loss(outputs, targets), the mean over the whole batch. The last rank returns
-    this mean. The weights stay as they are.
+    have those of torch.nn.functional.mse_loss(outputs, targets), the mean over the batch. The last
+    rank returns this mean. The weights stay as they are.
     inputs, targets: (rows, width). Only rank 0 has the inputs, and only the last rank the targets.
     On the others they have the same shape and dtype, but all numbers are NaN.
     micro_batches: into how many equal parts to cut the rows, 2 or more. They can be cut so.
 
     Rank r talks to ranks r - 1 and r + 1 alone, by dist.send and dist.recv, or isend and irecv.
-    wait() for what those two return. Each output and each gradient is sent once, and soon: when a
-    pass begins, at most one output and one gradient are still to be sent.
-    Choose an order that leaves no more gaps than the picture above. If each pass took as long, and
-    sending took no time, then all would end after 2 (micro_batches + N - 1) passes' time.
+    wait() for what those two return. Send each output and each gradient once, and soon: when a pass
+    begins, at most one of each may be unsent.
+    Choose an order that leaves no more gaps than the picture above. If all passes took equally
+    long, and sending took no time, then all would end after 2 (micro_batches + N - 1) passes' time.
     """
     raise NotImplementedError
 

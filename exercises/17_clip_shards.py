@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def clip_by_norm(parameters, max_norm):
-    """Scale all gradients in place, if their norm over all ranks is above max_norm. Return it.
+    """Scale all gradients in place by their norm over all ranks. Return this norm.
 
     All ranks call it together. parameters: a list of this rank's tensors. Each has a .grad, a
     tensor on the CPU in float32 or bfloat16, or None. Each rank has other parameters, more or fewer
@@ -26,7 +26,7 @@ def clip_by_norm(parameters, max_norm):
     it was before the clipping. It is a Python float, the same to the last bit on all ranks.
     Squares, and sums of them, are taken in float32 or float64, also for bfloat16 (which has 3
     digits). The factor is max_norm / (norm + 1e-6), as in clip_grad_norm_. No gradient gets longer:
-    a factor above 1 changes nothing. A gradient stays the same tensor: others may hold it, too.
+    a factor above 1 changes nothing. Each .grad stays the same tensor object.
 
     If one number on one rank is nan or infinite, the norm is nan or infinite. All ranks return the
     same one, and all gradients stay as they are. (So all ranks can skip the step together.)

@@ -32,12 +32,14 @@ def save(root, step, length, shard):
     ranks. shard: {name: this rank's part}, for the three NAMES, in float32. A part may be empty,
     and may be a view of a longer tensor.
 
-    Each rank writes its own part into files of its own: these three tensors, and at most 8192 bytes
-    more. No part is sent to another rank: a rank sends at most 4096 bytes. When save returns on any
-    rank, load finds this step on all of them.
+    Each rank writes its three tensors into files of its own, and at most 8192 bytes more. Those may
+    be in a common file. save changes no file that load reads: it writes another, or replaces it. No
+    part is sent to another rank: a rank sends at most 4096 bytes. When save returns on any rank,
+    load finds this step on all of them.
 
     If a rank dies in here, at any moment, load finds the save of this step, whole, or the one
-    before, whole. Other files may be left over. The next save may have the same step then.
+    before, whole. Other files may be left over. If it is the one before, then the next save may
+    have this step again, on as many ranks.
     """
     raise NotImplementedError
 
@@ -48,8 +50,8 @@ def load(root, rank, world_size):
     Without a save, return None. world_size may be any number, whoever saved; it is not that of
     torch.distributed, and no other rank may be in load: exchange nothing. shard is a dict as that
     of save, with the parts of part_of(length, rank, world_size). Its tensors are no views of longer
-    ones, which would stay in memory. Of all that the ranks saved, load opens only the files of
-    those whose part overlaps with the one it returns, and at most 8192 bytes of other files.
+    ones, which would stay in memory. load opens the files of a saved part only if it needs numbers
+    from it. Besides, it opens files of at most 8192 bytes in all.
     """
     raise NotImplementedError
 

@@ -3,13 +3,13 @@
 In a mixture of experts, a row (a token) goes through one of many networks, the experts. Here each
 rank has one. So the rows travel to the ranks of their experts, and the results come back. This is
 an all-to-all in which each pair of ranks exchanges another number of rows: the data say how many.
-A rank does not know how many will come, so the numbers travel first. Some experts get no row, and
+A rank does not know how many will come, so the counts travel first. Some experts get no row, and
 one may get them all. In the backward pass, the gradients take the same ways, turned round. Write
 through_experts.
 
-Read before: 04_collectives.py, the section all_to_all; recipes/expert_parallel.py (it has an
-answer); and exercise 12, for torch.autograd.Function. An exchange of PyTorch's own that knows
-autograd is allowed, wherever it is right.
+Read before: 04_collectives.py, the section all_to_all; recipes/expert_parallel.py (it shows an
+answer); and exercise 12, for torch.autograd.Function. You may use an exchange of PyTorch's that
+knows autograd, if its gradients are right.
 
     python exercises/20_experts.py
 """
@@ -25,14 +25,14 @@ def through_experts(rows, chosen, expert):
 
     rows: shape (n, d), float64. n differs from rank to rank, and may be 0. d is the same on all.
     chosen: shape (n,), int64: the rank whose expert treats the row. expert: this rank's, a function
-    from (m, d) to (m, d), also for m = 0. It treats each row by itself. Call it once, with all rows
-    that have chosen it, those of all ranks. If there are none, call it with none: otherwise this
-    rank's backward pass leaves out the exchanges in which the others wait.
+    from (m, d) to (m, d), also for m = 0. It treats each row by itself. Call it once, with the rows
+    of all ranks that chose it, also if there are 0: otherwise this rank's backward pass leaves out
+    the exchanges in which the others wait.
 
-    backward() gives rows the gradient, and this rank's expert that of all ranks' losses, added up,
-    for the rows that it had. (DDP divides by the number of ranks. Here, nobody does.) rows need not
-    require a gradient, nor need the gradient that comes be contiguous. rows and chosen stay as they
-    are.
+    backward() gives rows their gradient. The expert gets the sum of the gradients of all ranks'
+    losses, for all rows that it treated. (DDP divides by the number of ranks. Here, nobody does.)
+    rows require a gradient on all ranks, or on none. The gradient that arrives may be not
+    contiguous. rows and chosen stay as they are.
 
     A row travels only if it leaves its rank, and once in each direction: nothing is filled up to
     equal lengths. Each pass sends the bytes of these rows, and at most 1000 more per rank.

@@ -1,6 +1,6 @@
 """A mesh: the groups of ranks for replicas in one direction, and shards in the other.
 
-With several machines, one shards the model inside a machine, where the network is fast, and keeps
+With several machines, you shard the model inside a machine, where the network is fast, and keeps
 replicas across machines. So the ranks stand in a table, a mesh. A row has one replica: its ranks
 have a shard each. A column has the ranks with the same shard. With 6 ranks and 3 shards:
 
@@ -43,13 +43,13 @@ def make_groups(shards):
 def mean_of_shard(gradient, row, column):
     """Return this rank's shard of the mean of all ranks' gradients, over all rows and columns.
 
-    All ranks call it together. gradient: this rank's, shape (length,), float64. It may be changed.
+    All ranks call it together. gradient: this rank's, shape (length,), float64. You may change it.
     row, column: the groups from make_groups. A row has S ranks, a column R. S divides the length:
     the rank with the number i in its row has the shard of length / S numbers from i * length / S
     on. Return it, shape (length / S,).
 
-    In the row, a rank sends (S - 1) / S of the gradient's bytes, and in the column 2 (R - 1) / R of
-    the shard's, and no more. (Some ranks may send more if others send less.)
+    On average over the ranks, a rank sends at most (S - 1) / S of the gradient's bytes in the row,
+    and 2 (R - 1) / R of the shard's in the column.
     """
     raise NotImplementedError
 

@@ -38,7 +38,8 @@ def trial(folder):
         work = Work(lengths[rank], asked[rank], told, case == LATE)
         with Exchanges() as exchanges:
             found = answer.train(work.batches(), work.step, work.asked_to_stop)
-        (folder / f"{case}-{rank}").touch()
+        (folder / f"new-{rank}").write_text(str(work.steps))
+        (folder / f"new-{rank}").rename(folder / f"{case}-{rank}")
         if case == LATE:  # the others may have been told in this round, or in the next one
             right += work.steps > right
         expect(work.steps <= right,
@@ -61,6 +62,9 @@ def trial(folder):
                " which the others wait? All ranks have to come to it, in each round",
                "a or b() does not call b where a is true. Make the call first, then decide, by what"
                " all ranks know alone")
+        taken = [int((folder / f"{case}-{r}").read_text()) for r in range(world_size)]
+        expect(len(set(taken)) == 1, f"{told}the ranks took {taken} steps",
+               "what a rank hears after it has told the others has to wait for the next round")
         together.append(right)
         counts.append(len(exchanges.calls))
     expect(all(counts), "right, but no exchange was seen", "a collective tells all ranks at once")

@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private; only to c
 from torch.utils._pytree import tree_leaves
 
 WORLD_SIZES = {"21_mesh.py": (2, 3, 4)}  # elsewhere 2 and 3
+ASKED_TO_END = []  # the signals that came
 LIMIT = 8  # seconds for a trial on an idle machine: one that hangs is ended then
 # A fork is quick, as torch is loaded already, and safe, as it has not been used.
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -218,14 +219,16 @@ def hash_of(exercise):
 
 @contextlib.contextmanager
 def ending_cleanly():
-    """Let SIGTERM and SIGHUP end the ranks, too; Ctrl-C without a traceback."""
-    for name in ("SIGTERM", "SIGHUP"):
+    """Let Ctrl-C, SIGTERM and SIGHUP end the ranks, too, without a traceback."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(130)
+            signal.signal(getattr(signal, name), leave)
+    yield
+
+
+def leave(number, _):
+    ASKED_TO_END.append(number)
+    sys.exit(128 + number)
 
 
 @dataclass
@@ -299,6 +302,8 @@ def run_once(exercise, world_size, answer, context, life, folder):
             workers[-1].start()
             theirs.close()  # so that we see when the process has ended
             ends[ours] = rank
+        if ASKED_TO_END:  # during a fork: Python has ignored the exception there
+            sys.exit(128 + ASKED_TO_END[0])
         deadline = time.monotonic() + seconds + 60  # a process that has not even begun by then
         while ends and (ready := wait(list(ends), max(0, deadline - time.monotonic()))):
             for end in ready:
@@ -312,8 +317,9 @@ def run_once(exercise, world_size, answer, context, life, folder):
                     deadline = min(deadline, time.monotonic() + 1)
     finally:
         for process in workers:
-            process.kill()
-            process.join()
+            if process.pid:
+                process.kill()
+                process.join()
     return reports
 
 

@@ -36,7 +36,7 @@ forkserver.set_forkserver_preload([
 ])  # fmt: skip
 
 
-def fork(script, *arguments, cwd, timeout=60, before=None, env=None, environments=None):
+def fork(script, *arguments, cwd, timeout=120, before=None, env=None, environments=None):
     """Run ROOT/script in a process forked from the server; or in one for each environment."""
     return _fork(script, arguments, environments or [env or {}], cwd, timeout, before)
 
@@ -51,7 +51,7 @@ def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
 
 
 def fork_ranks(
-    script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=120, before=None
+    script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=240, before=None
 ):
     """Run ROOT/script in world_size forked processes, as torchrun would on that many nodes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -100,6 +100,7 @@ class Round:
             self.start(node)
 
     def end(self):
+        wait_until(lambda: all(self.path(node).exists() for node in self.running), self.output)
         for job in self.running.values():
             job.process.terminate()
         for job in self.running.values():

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private; only to c
 from torch.utils._pytree import tree_leaves
 
 WORLD_SIZES = {"21_mesh.py": (2, 3, 4)}  # elsewhere 2 and 3
-ASKED_TO_END = []  # the signals that came
+ASKED_TO_END, FORKING = [], []  # the signals that came; not empty while processes are started
 LIMIT = 8  # seconds for a trial on an idle machine: one that hangs is ended then
 # A fork is quick, as torch is loaded already, and safe, as it has not been used.
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -228,7 +228,8 @@ def ending_cleanly():
 
 def leave(number, _):
     ASKED_TO_END.append(number)
-    sys.exit(128 + number)
+    if not FORKING:  # Python's own functions around a fork would swallow the exception
+        sys.exit(128 + number)
 
 
 @dataclass
@@ -295,6 +296,7 @@ def run_once(exercise, world_size, answer, context, life, folder):
     ends, workers, seconds = {}, [], limit()
     reports = [Report(rank) for rank in range(world_size)]
     try:
+        FORKING.append(True)
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             workers.append(context.Process(target=worker, daemon=True, args=(
@@ -302,7 +304,8 @@ def run_once(exercise, world_size, answer, context, life, folder):
             workers[-1].start()
             theirs.close()  # so that we see when the process has ended
             ends[ours] = rank
-        if ASKED_TO_END:  # during a fork: Python has ignored the exception there
+        FORKING.clear()
+        if ASKED_TO_END:
             sys.exit(128 + ASKED_TO_END[0])
         deadline = time.monotonic() + seconds + 60  # a process that has not even begun by then
         while ends and (ready := wait(list(ends), max(0, deadline - time.monotonic()))):

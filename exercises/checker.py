@@ -319,6 +319,7 @@ def run_once(exercise, world_size, answer, context, life, folder):
                 if reports[rank].kind != "right":  # others may only fail because of this one
                     deadline = min(deadline, time.monotonic() + 1)
     finally:
+        FORKING.clear()
         for process in workers:
             if process.pid:
                 process.kill()

@@ -6,6 +6,7 @@ what goes wrong there shows with started.run alone.
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -112,6 +113,7 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
 
 def run_script(script, arguments, environment, folder, output, before=None, worker=None):
     """In a forked process: call before, one function or several, then run the script."""
+    gc.freeze()  # else gc.collect() goes through all of torch's objects
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

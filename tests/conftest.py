@@ -23,6 +23,7 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 import pytest
 from digits import make_digits, write_digits
 from started import PYTHON, run
+from xdist.scheduler import LoadScopeScheduling
 
 
 def pytest_addoption(parser):
@@ -35,6 +36,14 @@ def pytest_xdist_auto_num_workers(config):
     """Plain pytest runs three files at a time, as most tests wait; all else runs in one process."""
     plain = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     return 3 if plain and config.option.markexpr == "not long and not gpu" else 0
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """One process runs a file, as its tests share what they set up; the answers share nothing."""
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if "answer" in nodeid else nodeid.partition("::")[0]
+    return ByFile(config, log)
 
 
 # ---- pytest -m gpu ----

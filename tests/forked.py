@@ -51,25 +51,20 @@ def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
         return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
 
 
-def fork_ranks(
-    script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=240, before=None
-):
+def fork_ranks(script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=240,
+               before=None):
     """Run ROOT/script in world_size forked processes, as torchrun would on that many nodes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output, status, local = "", None, world_size // nodes
     for attempt in range(max_restarts + 1):
-        environments = [
-            {
-                "RANK": str(rank), "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
-                "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
-                "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-            }
-            for rank in range(world_size)
-        ]  # fmt: skip
+        environments = [{
+            "RANK": str(rank), "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)} for rank in range(world_size)]
         result = _fork(script, arguments, environments, cwd, timeout, before)
         output, status = output + result.output, result.status
         if status == 0:
@@ -82,10 +77,8 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
     script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script
     with tempfile.NamedTemporaryFile() as output:
         processes = [
-            forkserver.Process(
-                target=run_script,
-                args=(script, arguments, env, str(cwd), output.name, before, worker),
-            )
+            forkserver.Process(target=run_script, args=(
+                script, arguments, env, str(cwd), output.name, before, worker))
             for env, worker in zip(environments, workers or [None] * len(environments), strict=True)
         ]
         for process in processes:

@@ -73,14 +73,9 @@ def start(*command, cwd, env=None):
     mark = f"STARTED_BY_TEST={uuid.uuid4().hex}"
     env = {**os.environ, **(env or {}), **dict([mark.split("=")])}
     process = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=cwd,
+        [str(word) for word in command], cwd=cwd, text=True,
         env={name: value for name, value in env.items() if value is not None},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     process.mark = mark
     return process
 
@@ -161,7 +156,7 @@ def free_port():
 
 
 def listening(pid):
-    """The IPv4 and IPv6 addresses at which a process accepts connections: [(address, port)]."""
+    """The addresses at which a process accepts connections, IPv4 and IPv6: [(address, port)]."""
     sockets = set()
     for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # just closed

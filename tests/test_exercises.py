@@ -22,8 +22,8 @@ NAMES = sorted(path.stem for path in (ROOT / "exercises").glob("[0-9]*.py"))
 
 
 def check(name, world_size, answer):
-    exercise = ROOT / f"exercises/{name}.py"
-    return checker.verdict(checker.run(exercise, world_size, answer, forkserver))
+    file = ROOT / f"exercises/{name}.py"
+    return checker.verdict(checker.run(file, world_size, answer, forkserver))
 
 
 def emptied(name):
@@ -155,9 +155,8 @@ def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     assert not right and re.search(words, text), text
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.long), 3,
-                   pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [
+    pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_takes_the_solution(name, world_size):
     right, text = check(name, world_size, ROOT / f"exercises/solutions/{name}.py")

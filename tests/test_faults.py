@@ -18,19 +18,9 @@ import torch
 from digits import load, tensors
 from forked import fork, fork_ranks, variant
 from lab import Lab
-from started import (
-    PYTHON,
-    ROOT,
-    TORCHRUN,
-    assert_nothing_left,
-    end,
-    family,
-    files,
-    listening,
-    run,
-    start,
-    wait_until,
-)
+from started import PYTHON, ROOT, TORCHRUN, assert_nothing_left, end, family, files, listening
+
+from started import run, start, wait_until  # isort: skip
 
 ONE, SCRIPT = "01_single_node_multi_gpu.py", "02_torchrun_elastic.py"
 LESSON = "03_multinode.py"

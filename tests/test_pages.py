@@ -92,8 +92,7 @@ def test_the_messages_of_torchrun(tmp_path):
         "import os, time\n"
         "if os.environ['RANK'] == '0':\n"  # one alone: the tracebacks of two would mix
         "    raise RuntimeError('no record above main')\n"
-        "time.sleep(60)\n"
-    )
+        "time.sleep(60)\n")
     result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "fails.py", cwd=tmp_path)
     assert quoted("Setting OMP_NUM_THREADS environment variable for each process to be 1") \
         in result.output

@@ -20,6 +20,9 @@ TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py
 TOO_LONG = {"orphans", "stale_addresses", "stale_addresses --fixed", "no_destroy",
             "no_destroy --fixed", "own_name_unknown", "own_name_unknown --fixed",
             "small_shared_memory"}
+# These are for pytest -m long.
+SLOW = {"closed_terminal", "closed_terminal --fixed", "small_shared_memory --fixed", "slow_rank",
+        "uneven_inputs", "async_read_too_early"}
 # Those that wait for their timeouts come first.
 NAMES = sorted(TEXTS, key=lambda name: not re.search(r"sleep\(|seconds=[35]\)", TEXTS[name]))
 CALLS = [call for name in NAMES for call in (name, f"{name} --fixed") if call not in TOO_LONG]
@@ -96,7 +99,8 @@ def assert_said(lines, patterns):
         assert any(re.fullmatch(pattern, line) for line in lines), (pattern, lines)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [
+    pytest.param(call, marks=[pytest.mark.long] * (call in SLOW)) for call in CALLS])
 def test_symptom_or_cure(shows, call):
     lines = shows[call].result()
     found = {line.partition(": ")[0] for line in lines} & {"symptom", "cured"}

@@ -456,7 +456,7 @@ def test_a_bad_snapshot_is_refused_by_name_and_stays(tmp_path, monkeypatch, caps
     assert refused >= 13  # of 20
 
 
-BATCH = "--batch-size must be from 4 (an example for each rank in each micro-batch) to 14"
+BATCH = "--batch-size must be from 4 (an example for each rank in each micro-batch) to 1"
 
 
 @pytest.mark.parametrize(("words", "message", "status"), [

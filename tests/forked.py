@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from started import ROOT, Result
 
+LIMIT = int(os.environ.get("FORK_LIMIT", "240"))  # seconds for a run of several ranks
 forkserver = multiprocessing.get_context("forkserver")
 # Starting a process also asks whether others have ended, even those of other threads. When two
 # threads ask at the same moment, one of them finds the exit code gone, and reports 255.
@@ -51,7 +52,7 @@ def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
         return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
 
 
-def fork_ranks(script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=240,
+def fork_ranks(script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=LIMIT,
                before=None):
     """Run ROOT/script in world_size forked processes, as torchrun would on that many nodes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -28,7 +28,8 @@ import tempfile
 import time
 from collections import Counter
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one thread: it can be forked
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",  # one thread: it can be forked
+               "FORK_LIMIT": "40"}  # seconds, after which a test fails
 
 import pytest
 import torch._dynamo  # noqa: F401

@@ -79,6 +79,9 @@ def unbroken(path):
         nonlocal before
         states.append(state_of(model, optimizer))
         moves.append(len(MOVED))
+        expect(step % 2 == 0 and step or content(path) == before, f"after step {step - 1}, path has"
+               " changed, and nobody has called save: the save before had returned too early",
+               "after save, the next step changes the weights: they must be on the disk by then")
         for look in LOOKS:
             expect(look or not before, f"while save runs, after step {step - 1}, there is no"
                    " snapshot at path for a moment", "the process may die at each moment: move the"
@@ -143,6 +146,18 @@ def look_at_seeds():
              *((step, 1) for step in range(256)), *((step, 0) for step in range(0, 100_000, 256)),
              *((1, rank) for rank in range(64)), *((0, rank) for rank in range(0, 4096, 64))]
     look_for_twins(pairs, 4096, "with 4096 ranks, ")
+    # Any two pairs are as far from each other as two of these; too many to draw from each.
+    pairs = [*itertools.product(range(256), (*range(64), *range(3936, 4000))),
+             *itertools.product(range(0, 100_000, 256), range(0, 4000, 64))]
+    seeds, seen = [], {}
+    with mock.patch("torch.manual_seed", seeds.append):
+        for pair in pairs:
+            answer.seed_step(*pair, 4000)
+    if len(seeds) == len(pairs):  # of each, torch.rand looks at the lower 32 bits
+        for pair, seed in zip(pairs, seeds, strict=True):
+            other = seen.setdefault(int(seed) % 2**32, pair)
+            if other != pair:
+                look_for_twins((other, pair), 4000, "with 4000 ranks, ")
 
 
 def look_for_twins(pairs, world_size, told):

@@ -74,8 +74,32 @@ def trial():
     expect(sent <= most, f"a step sends {sent} bytes, and one all_reduce of the weights is"
            f" {2 * (world_size - 1) * share}.{reduced or ''}",
            "which rank needs the mean of which part?", "reduce_scatter is half of an all_reduce")
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, kept)
+    part = COUNT * kept / (sum(everyone) or 1)  # as a share of what all keep
+    expect(part < share / 8 + 0.6, f"this rank has a part of {part:.0f} weights, and {COUNT}"
+           f" divided by {world_size}, rounded up, are {share // 8}", "no part is longer than the"
+           " others, but by one: with many ranks, the last one would have twice as much")
+    look_at_few()
     return (f"weights off by {worst:.0e}, {kept} bytes of state on a rank, not {2 * start.nbytes},"
             f" {sent} bytes sent in a step")
+
+
+def look_at_few():
+    """With 4 weights, rounded up, 2 are an Nth on 3 ranks: nothing is left for the last one."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    start = torch.linspace(-1, 1, world_size + 1, dtype=torch.float64)
+    gradients = torch.randn(2, world_size, len(start), dtype=torch.float64,
+                            generator=torch.Generator().manual_seed(1))
+    weights = start.clone().requires_grad_()
+    optimizer = answer.ShardedAdamW(weights, LR)
+    for gradient in gradients[:, rank]:
+        weights.grad = gradient.clone()
+        optimizer.step()
+    off = (weights - plain(start, gradients.mean(dim=1))[-1]).abs().max().item()
+    expect(off < 1e-9, f"of only {len(start)} weights, some are off, by {off:.1e} at most",
+           "rounded up, the parts of the first ranks may have all weights: what is left for the"
+           " last one?")
 
 
 def plain(start, gradients):

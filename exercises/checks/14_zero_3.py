@@ -68,8 +68,32 @@ def trial():
             for part in [*(layer.part for layer in layers), *weights]:
                 part -= 0.1 * part.grad
                 part.grad = None
+    look_at_two_passes()
     return (f"off by {worst:.0e}, {sum(sizes)} bytes of weights on a rank, not"
             f" {8 * sum(weight.numel() for weight in weights)}, {sent} bytes sent in a step")
+
+
+def look_at_two_passes():
+    """Two forward passes come before the backward passes, on inputs that need no gradient, as data.
+    And on 3 ranks the last part is all zeros."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    weight = torch.randn(2, 2, dtype=torch.float64)
+    rows, given = torch.randn(2, 2, world_size, ROWS, 2, dtype=torch.float64)
+    layer = answer.ShardedLinear(weight.clone())
+    check_parts([layer], [weight])
+    outputs = [layer(its[rank].clone()) for its in rows]
+    expect(all(one.requires_grad for one in outputs), "if the inputs need no gradient, as the data"
+           " of a first layer, then autograd does not see the layer, and its part learns nothing",
+           "the part needs a gradient, too: is it an argument of .apply()? (A reentrant checkpoint"
+           " looks at the inputs alone)")
+    torch.autograd.backward(outputs, list(given[:, rank]))
+    right = own_part((given.mT @ rows).sum(dim=(0, 1)) / world_size)
+    expect(layer.part.grad is not None, "if the inputs need no gradient, the part has none",
+           "the part needs a gradient, too: is it an argument of .apply()?")
+    off = (layer.part.grad[: len(right)] - right).abs().sum().item()
+    expect(off < 1e-9, "after two forward passes, and then both backward passes, the gradient of"
+           f" the part is off by {off:.1e}", "each backward pass needs the inputs of its own"
+           " forward pass: ctx keeps them, and an attribute of the layer has those of the last one")
 
 
 def own_part(weight):

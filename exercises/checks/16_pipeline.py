@@ -204,6 +204,9 @@ class Events(Exchanges):
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         name = call._opname if call.namespace == "c10d" else ""
+        if name in ("send", "recv_"):
+            expect(abs(args[2] - dist.get_rank()) == 1, f"this rank talks to rank {args[2]}",
+                   "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?")
         if name == "send":
             after = args[2] > dist.get_rank()
             self.stage.events.append("to the next rank" if after else "to the rank before")

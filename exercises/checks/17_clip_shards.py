@@ -20,6 +20,7 @@ CASES = {
     "a norm below max_norm": (lambda rank: [(100 + rank, F32), (9, BF16)], 3, 3.5, {}),
     "a very small gradient": (lambda rank: [(50 + rank, F32)], 3e-4, 1e-4, {}),
     "no gradient on any rank": (lambda rank: [None] * rank, 0, 1, {}),
+    "max_norm 0": (lambda rank: [(6 + rank, F32)], 5, 0, {}),
     "only zeros": (lambda rank: [(5 + rank, F32)], 0, 0, {}),
     "three lone numbers": (lambda rank: [(4, F32)], 0, 2, {0: 3.7, 1: 9.2, -1: 0.4}),
     "a nan on the last rank": (lambda rank: [(20 + rank, F32)], 5, 1, {-1: math.nan}),
@@ -42,6 +43,7 @@ def look_at(name, held, length, max_norm, broken):
     everyone = make_gradients(held, length, world_size)
     for its_rank, number in broken.items():
         everyone[its_rank][0][3] = number
+    everyone = [[one if one is None else shaped(one) for one in its] for its in everyone]
     parameters = [torch.nn.Parameter(torch.zeros(3) if one is None else torch.zeros_like(one))
                   for one in everyone[rank]]
     gradients = [None if one is None else one.clone() for one in everyone[rank]]
@@ -119,6 +121,13 @@ def look_at_gradient(name, found, before, norm, max_norm):
 def square_of(everyone):
     return sum(one.double().square().sum().item() for its in everyone for one in its
                if one is not None)
+
+
+def shaped(flat):
+    """Make a number of 1, a matrix that is not contiguous of some, and of others a vector."""
+    if len(flat) == 1:
+        return flat[0].clone()
+    return flat if len(flat) % 2 else flat.view(-1, 2).mT
 
 
 def make_gradients(held, length, world_size):

@@ -1,7 +1,7 @@
 """The check of exercises/19_middle_of_an_epoch.py."""
 
 import random
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import answer
 import torch
@@ -23,10 +23,14 @@ def trial():
     expect(not exchanges.calls, "it makes an exchange", "rank and world_size say all that it needs")
     order = [item for share in order for item in share]
     look_at_order(order)
-    others = [(3, 1), (3, 2), (3, 1000), (3, 2**31 - 1), (4, 0), (2**31 - 1, 0), (0, 0), (3, 256)]
+    others = [(3, 1), (3, 2), (3, 1000), (3, 2**31 - 1), (4, 0), (2**31 - 1, 0), (0, 0), (3, 256),
+              (3 + 2**30, 0), (3, 2**30)]
     for seed, epoch in others[rank::world_size]:
         other = [item for share in dealt(LENGTH, 256, seed, epoch, 0, 0, 1) for item in share]
         look_at_two(f"epoch {epoch} of seed {seed} and epoch 0 of seed 3", order, other)
+    of_0 = [[item for share in dealt(LENGTH, 256, 0, epoch, 0, 0, 1) for item in share]
+            for epoch in (0, 1)]
+    look_at_two("epoch 1 of seed 0 and epoch 0 of seed 0", *of_0)
     for job in JOBS[rank % 2 :: 2]:
         look_at_job(order, job)
     for length, batch_size, seen, ranks in [(5, 8, 0, 9), (9, 4, 7, 3), (1, 1, 0, 2), (6, 3, 6, 2)]:
@@ -48,7 +52,14 @@ def dealt(*args):
     steps = answer.batches(*args)
     expect(hasattr(steps, "__iter__"), f"{called} returned {steps!r}",
            "return a list, or write a generator with yield")
-    steps = list(steps)
+    before, steps = (torch.get_rng_state(), random.getstate()), iter(steps)
+    first = list(islice(steps, 1))
+    expect(torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
+           "when the first step is taken, torch.rand or random.random goes on with other numbers"
+           " than before", "while the training runs, a generator stands still at its yield: put the"
+           " numbers back before",
+           "torch.Generator() and random.Random() have numbers of their own")
+    steps = first + list(steps)
     kinds = {type(one).__name__ for one in steps} - {"list"}
     expect(not kinds, f"{called} has a {min(kinds, default='')} for a step, not a list",
            "a tensor becomes a list by tolist()")

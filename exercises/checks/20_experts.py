@@ -9,7 +9,7 @@ from torch import nn
 D = 48
 # How many rows a rank has, and which expert each of them chooses.
 CASES = {
-    "rows for all experts": lambda rank, n: torch.randint(n, (23 + 9 * rank,)),
+    "rows for all experts": lambda rank, n: torch.randint(n, (400 + 9 * rank,)),
     "no row for expert 0": lambda rank, n: 1 + torch.randint(n - 1, (11 + rank,)),
     "all rows of all ranks for the last expert": lambda rank, n: torch.full((17 - rank,), n - 1),
     "all rows for the next rank": lambda rank, n: torch.full((8 + rank,), (rank + 1) % n),
@@ -29,7 +29,29 @@ def trial():
             worst = max(worst, off)
             if trained and choose is CASES["rows for all experts"]:
                 figures = f"{sent} bytes sent in both passes, {least} of them rows"
+    look_at_two_layers()
     return f"gradients off by {worst:.0e}, {figures}"
+
+
+def look_at_two_layers():
+    """The second layer's call comes before the first one's backward pass."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    chosen = [torch.randint(ranks, (2, 9 + its)) for its in range(ranks)]
+    everyone = [torch.randn(9 + its, D, dtype=torch.float64) for its in range(ranks)]
+    layers = [[Expert(10 * layer + number) for number in range(ranks)] for layer in range(2)]
+    inputs = [its.clone().requires_grad_() for its in everyone]
+    for its, which in zip(inputs, chosen, strict=True):
+        for row, first, second in zip(its, *which, strict=True):
+            layers[1][second].compute(layers[0][first].compute(row)).sum().backward()
+    rows, own, found = everyone[rank].requires_grad_(), [Expert(rank), Expert(10 + rank)], None
+    for which, expert in zip(chosen[rank], own, strict=True):
+        found = answer.through_experts(rows if found is None else found, which, expert)
+    found.sum().backward()
+    told = "two layers of experts after each other: the gradient of the"
+    look_at_gradient(f"{told} rows", rows.grad, inputs[rank].grad)
+    for expert, layer in zip(own, layers, strict=True):
+        look_at_gradient(f"{told} expert", expert.weight.grad, layer[rank].weight.grad)
 
 
 def look_at(name, choose, trained):
@@ -54,6 +76,8 @@ def look_at(name, choose, trained):
     for what, now, before in (("rows", rows.detach(), everyone[rank]), ("chosen", which,
                               chosen[rank]), ("the gradient", theirs, factors[rank])):
         expect(torch.equal(now, before), f"{name} {what} was changed", "make a new tensor")
+    expect(rows.requires_grad is trained, f"{name} afterwards the rows do",
+           "a tensor of your own may require one: rows.detach().requires_grad_()")
     worst = 0
     if trained:
         expect(rows.grad is not None, f"{name} no gradient has reached the rows",
@@ -128,7 +152,7 @@ class Expert(nn.Module):
 
     def forward(self, rows):
         self.calls.append(len(rows))
-        return self.compute(rows)
+        return self.compute(rows).mT.contiguous().mT  # not contiguous
 
     def compute(self, rows):
         return torch.tanh(rows @ self.weight)

@@ -33,8 +33,8 @@ def trial():
     # Not a mesh, and the numbers mean nothing; but both directions have several ranks.
     both = [make(list(range(world_size))) for _ in range(2)]
     with Exchanges() as exchanges:
-        answer.mean_of_shard(torch.zeros(60 * world_size, dtype=torch.float64), *both)
-    look_at_bytes(f"if row and column have {world_size} ranks each,", exchanges, 60 * world_size,
+        answer.mean_of_shard(torch.zeros(61 * world_size, dtype=torch.float64), *both)
+    look_at_bytes(f"if row and column have {world_size} ranks each,", exchanges, 61 * world_size,
                   world_size, world_size)
     return f"the mean off by {worst:.0e}; meshes of {', '.join(done)}"
 
@@ -86,6 +86,7 @@ def look_at_mean(told, row, column, shards):
     place = slice(rank % shards * 60, (rank % shards + 1) * 60)
     with Exchanges() as exchanges:
         found = answer.mean_of_shard(gradients[rank].clone(), row, column)
+    found = found.clone() if torch.is_tensor(found) else found  # what still arrives does not count
     shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
     expect(shape == (60,), f"{told} mean_of_shard returned {shape}, not the shape (60,)",
            "return this rank's shard of the mean")
@@ -118,7 +119,7 @@ def look_at_bytes(told, exchanges, length, shards, replicas):
     sent = [None] * dist.get_world_size()
     dist.all_gather_object(sent, exchanges.bytes_sent())
     most = round(8 * length * ((shards - 1) / shards + 2 * (replicas - 1) / replicas / shards))
-    expect(sum(sent) <= (most + 8) * len(sent), f"{told} the ranks send {sent} bytes, and {most}"
+    expect(sum(sent) <= (most + 64) * len(sent), f"{told} the ranks send {sent} bytes, and {most}"
            " are enough for each", "which rank of a row needs which part of the gradient?",
            "reduce_scatter in the row, and then all_reduce of the shard in the column")
     return max(sent)

@@ -10,7 +10,7 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
@@ -68,7 +68,7 @@ def summed(tensor):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         partial = own @ self.weight.T

@@ -11,7 +11,8 @@ def through_experts(rows, chosen, expert):
     order = chosen.argsort()
     rows = rows if rows.requires_grad else rows.detach().requires_grad_()
     arrived = all_to_all_single_autograd(rows[order].contiguous(), coming, leaving, dist.group.WORLD)
-    back = all_to_all_single_autograd(expert(arrived + 0), leaving, coming, dist.group.WORLD)
+    answers = expert(arrived + 0).contiguous()
+    back = all_to_all_single_autograd(answers, leaving, coming, dist.group.WORLD)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
     return (back + 0)[inverse]

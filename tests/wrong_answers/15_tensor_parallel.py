@@ -10,7 +10,7 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
@@ -93,7 +93,7 @@ class AddUp(torch.autograd.Function):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         import torch.distributed.nn
@@ -106,7 +106,7 @@ class RowLinear(nn.Module):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(own, self.weight, self.bias))
@@ -116,7 +116,7 @@ class RowLinear(nn.Module):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(
@@ -154,7 +154,7 @@ def own(tensor, dim):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
@@ -193,7 +193,7 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     def __init__(self, weight, bias):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
 
     def forward(self, own):
         return AddUp.apply(nn.functional.linear(

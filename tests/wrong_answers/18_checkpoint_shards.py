@@ -56,7 +56,7 @@ def save(root, step, length, shard):
     dist.barrier()
 
 
-# ---- no barrier after the pointer: load finds (step 1|None) on rank \d ----
+# ---- no barrier after the pointer: load finds (step \d+|None) on rank \d ----
 def save(root, step, length, shard):
     folder = f"{root}/step-{step}"
     os.makedirs(folder, exist_ok=True)

@@ -52,7 +52,7 @@ def through_experts(rows, chosen, expert):
     arrived = rows.new_empty(sum(coming), rows.shape[1])
     dist.all_to_all_single(arrived, rows.detach()[order], coming, leaving)
     back = rows.new_empty(len(rows), rows.shape[1])
-    dist.all_to_all_single(back, expert(arrived).detach(), leaving, coming)
+    dist.all_to_all_single(back, expert(arrived).detach().contiguous(), leaving, coming)
     return back[order.argsort()]
 
 

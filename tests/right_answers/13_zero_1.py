@@ -70,3 +70,39 @@ class ShardedAdamW:
         work += [dist.irecv(self.weights[self.places[r]], r) for r in others]
         for one in work:
             one.wait()
+
+
+# ---- an Optimizer, and interleaved parts ----
+import torch
+import torch.distributed as dist
+
+class ShardedAdamW(torch.optim.Optimizer):
+    def __init__(self, weights, lr):
+        super().__init__([weights], {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
+        own = self.dealt(weights.detach())[dist.get_rank()]
+        self.state[weights] = {"step": 0, "exp_avg": torch.zeros_like(own), "exp_avg_sq": torch.zeros_like(own)}
+
+    @staticmethod
+    def dealt(flat):
+        ranks = dist.get_world_size()
+        return torch.nn.functional.pad(flat, (0, -len(flat) % ranks)).view(-1, ranks).T.contiguous()
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        [weights] = group["params"]
+        state, ranks, (b1, b2) = self.state[weights], dist.get_world_size(), group["betas"]
+        gradient = torch.empty_like(state["exp_avg"])
+        work = dist.reduce_scatter(gradient, list(self.dealt(weights.grad)), async_op=True)
+        part = self.dealt(weights)[dist.get_rank()].clone()
+        part *= 1 - group["lr"] * group["weight_decay"]
+        work.wait()
+        gradient /= ranks
+        state["step"] += 1
+        state["exp_avg"].mul_(b1).add_(gradient, alpha=1 - b1)
+        state["exp_avg_sq"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        root = (state["exp_avg_sq"] / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
+        part -= group["lr"] / (1 - b1 ** state["step"]) * state["exp_avg"] / root
+        parts = [torch.empty_like(part) for _ in range(ranks)]
+        dist.all_gather(parts, part, async_op=True).wait()
+        weights.copy_(torch.stack(parts).T.flatten()[: len(weights)])

@@ -101,3 +101,74 @@ def summed(tensor):
         work.wait()
         parts[take] = parts[take] + arrived if step < ranks - 1 else arrived
     return torch.cat(parts).view(tensor.shape)
+
+
+# ---- the exchange beside the weight's gradient ----
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class ColumnLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
+
+    def forward(self, inputs):
+        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
+
+class RowLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
+
+    def forward(self, own):
+        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
+
+class PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient)
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial):
+        return summed(partial)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+def summed(tensor):
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+def own(tensor, dim):
+    return tensor.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone(memory_format=torch.contiguous_format)
+
+# RIGHT: one Function for the whole layer; the all_reduce of backward runs while the weight's gradient is computed
+class Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, weight, bias):
+        ctx.save_for_backward(inputs, weight)
+        return torch.addmm(bias, inputs, weight.T)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, weight = ctx.saved_tensors
+        for_inputs = work = None
+        if ctx.needs_input_grad[0]:
+            for_inputs = gradient @ weight
+            work = dist.all_reduce(for_inputs, async_op=True)
+        for_weight, for_bias = gradient.T @ inputs, gradient.sum(dim=0)
+        if work:
+            work.wait()
+        return for_inputs, for_weight, for_bias
+
+class ColumnLinear(ColumnLinear):
+    def forward(self, inputs):
+        return Column.apply(inputs, self.weight, self.bias)

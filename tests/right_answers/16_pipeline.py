@@ -199,3 +199,38 @@ def train_step(stage, inputs, targets, micro_batches):
     for work in sent:
         work.wait()
     return torch.stack(losses).mean().item() if losses else None
+
+
+# ---- tags, and receiving in place ----
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+
+# RIGHT: received into the given tensors, in which there is nothing but NaN; tags; a loss by hand
+def train_step(stage, inputs, targets, micro_batches):
+    rank, last, works = dist.get_rank(), dist.get_world_size() - 1, []
+    xs, ts = (one.view(micro_batches, -1, one.shape[1]) for one in (inputs, targets))
+    ys, losses = [], torch.zeros(micro_batches, dtype=torch.float64)
+    for number in range(micro_batches):
+        x = xs[number]
+        if rank > 0:
+            dist.irecv(x, rank - 1, tag=number).wait()
+            x = x.detach().requires_grad_()
+        y = stage(x)
+        ys.append((x, y))
+        if rank < last:
+            works.append(dist.isend(y.detach().clone(), rank + 1, tag=number))
+    for number, (x, y) in enumerate(ys):
+        if rank < last:
+            dist.recv(ts[number], rank + 1, tag=1000 + number)
+            y.backward(ts[number])
+        else:
+            off = y - ts[number]
+            losses[number] = off.detach().square().sum()
+            y.backward(2 / targets.numel() * off.detach())
+        if rank > 0:
+            works.append(dist.isend(x.grad, rank - 1, tag=1000 + number))
+    for work in works:
+        work.wait()
+    if rank == last:
+        return float(losses.sum() / targets.numel())

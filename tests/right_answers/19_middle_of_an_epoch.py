@@ -57,3 +57,31 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
         if (place - seen) % batch_size % world_size == rank:
             steps[(place - seen) // batch_size].append(order[place])
     return iter(steps)
+
+
+# ---- a permutation that is computed ----
+import hashlib
+
+class Shuffle:
+    def __init__(self, length, seed, epoch):
+        self.length, self.half = length, (max(length - 1, 1).bit_length() + 1) // 2
+        self.key = f"{seed}/{epoch}/".encode()
+
+    def round(self, number, right):
+        digest = hashlib.blake2b(self.key + b"%d/%d" % (number, right), digest_size=8).digest()
+        return int.from_bytes(digest, "big") & ((1 << self.half) - 1)
+
+    def __getitem__(self, place):
+        while True:
+            left, right = place >> self.half, place & ((1 << self.half) - 1)
+            for number in range(4):
+                left, right = right, left ^ self.round(number, right)
+            place = left << self.half | right
+            if place < self.length:
+                return place
+
+def batches(length, batch_size, seed, epoch, seen, rank, world_size):
+    shuffle = Shuffle(length, seed, epoch)
+    for start in range(seen, length, batch_size):
+        places = range(start, min(start + batch_size, length))
+        yield [shuffle[place] for place in places[rank::world_size]]

@@ -109,3 +109,46 @@ def mean_of_shard(gradient, row, column):
     dist.reduce_scatter_tensor(part, shard, group=column)
     dist.all_gather_into_tensor(shard, part, group=column)
     return shard
+
+
+# ---- messages in the subgroups ----
+import torch
+import torch.distributed as dist
+
+def layout(world_size, shards):
+    if world_size % shards:
+        raise ValueError(f"{shards} shards do not divide {world_size} ranks")
+    table = torch.arange(world_size).view(-1, shards)
+    return table.tolist(), table.T.tolist()
+
+def make_groups(shards):
+    own = []
+    for lists in layout(dist.get_world_size(), shards):
+        for ranks in lists:
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                own.append(group)
+    return own
+
+# RIGHT: torch's subgroups for the rows; messages by a rank's number in its group; a tree of halves in the column
+def make_groups(shards):
+    row, _ = dist.new_subgroups(shards)
+    column = None
+    for ranks in layout(dist.get_world_size(), shards)[1]:
+        made = dist.new_group(ranks, backend="gloo", group_desc=f"column {ranks[0]}")
+        column = made if dist.get_rank() in ranks else column
+    return row, column
+
+def mean_of_shard(gradient, row, column):
+    me, parts = row.rank(), gradient.view(row.size(), -1)
+    others = [r for r in range(row.size()) if r != me]
+    theirs = [torch.empty_like(parts[0]) for _ in others]
+    works = [dist.isend(parts[r], group=row, group_dst=r) for r in others]
+    works += [dist.irecv(one, group=row, group_src=r) for one, r in zip(theirs, others)]
+    for work in works:
+        work.wait()
+    shard = torch.stack([parts[me], *theirs]).sum(dim=0) / (row.size() * column.size())
+    if column.size() > 1:
+        dist.reduce(shard, group=column, group_dst=0)
+        dist.broadcast(shard, group=column, group_src=0)
+    return shard

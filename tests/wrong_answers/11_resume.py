@@ -322,3 +322,73 @@ def seed_step(step, rank, world_size):
 # ---- what was drawn before decides: torch.rand gave different numbers ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(int(torch.randint(10**9, ())) + step * world_size + rank)
+
+
+# ---- two factors, for the step and for the rank: with 4000 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
+import os
+import torch
+import torch.distributed as dist
+
+
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1
+
+
+def seed_step(step, rank, world_size):
+    torch.manual_seed(step * world_size + rank)
+
+# WRONG: 1009 * 9176 = 9176 * 1009: rank 1009 of step 0 draws what rank 0 of step 9176 draws
+def seed_step(step, rank, world_size):
+    torch.manual_seed(1009 * step + 9176 * rank)
+
+
+# ---- writes in a thread: path has changed, and nobody has called save ----
+import os
+import torch
+import torch.distributed as dist
+
+
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1
+
+
+def seed_step(step, rank, world_size):
+    torch.manual_seed(step * world_size + rank)
+
+# WRONG: live tensors written by a thread while training goes on
+import threading
+
+def save(path, model, optimizer, step):
+    if dist.get_rank() > 0:
+        return
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+
+    def write():
+        torch.save(state, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    threading.Thread(target=write).start()

@@ -255,3 +255,55 @@ class ShardedAdamW:
         whole = self.part.new_empty(len(self.weights) + self.fill)
         dist.all_gather_into_tensor(whole, self.part)
         self.weights.detach().copy_(whole[: len(self.weights)])
+
+
+# ---- chunk, of few weights: IndexError: tuple index out of range ----
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, self.ranks = weights, dist.get_world_size()
+        self.size = -(-len(weights) // self.ranks)
+        part = weights.detach().chunk(self.ranks)[dist.get_rank()]
+        self.part = pad(part, (0, self.size - len(part)))
+        if self.part.untyped_storage().nbytes() != self.part.nbytes:
+            self.part = self.part.clone()
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    @torch.no_grad()
+    def step(self):
+        fill = self.size * self.ranks - len(self.weights)
+        gradient = torch.empty_like(self.part)
+        dist.reduce_scatter_tensor(gradient, pad(self.weights.grad, (0, fill)))
+        self.part.grad = gradient / self.ranks
+        self.optimizer.step()
+        self.part.grad = None
+        whole = self.part.new_empty(self.size * self.ranks)
+        dist.all_gather_into_tensor(whole, self.part)
+        self.weights.copy_(whole[: len(self.weights)])
+
+
+# ---- the last part takes the rest: has a part of 335 weights ----
+import torch
+import torch.distributed as dist
+
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        size = len(weights) // ranks
+        self.sizes = [size] * (ranks - 1) + [len(weights) - size * (ranks - 1)]
+        self.part = weights.detach().split(self.sizes)[dist.get_rank()]  # a view of the weights
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    @torch.no_grad()
+    def step(self):
+        gradients = self.weights.grad.split(self.sizes)
+        for rank, one in enumerate(gradients):
+            dist.reduce(one, rank)
+        self.part.grad = gradients[dist.get_rank()] / dist.get_world_size()
+        self.optimizer.step()
+        self.part.grad = None
+        for rank, one in enumerate(self.weights.detach().split(self.sizes)):
+            dist.broadcast(one, rank)

@@ -269,3 +269,198 @@ def gathered(part, shape):
     whole = part.new_empty(len(part) * dist.get_world_size()).float()
     dist.all_gather_into_tensor(whole, part.detach().float())
     return whole[: shape.numel()].view(shape).double()
+
+
+# ---- a reentrant checkpoint: autograd does not see the layer ----
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import pad
+
+def cut(weight):
+    return padded(weight.detach()).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+def padded(weight):
+    return pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+# WRONG: where inputs need no gradient (the first layer, on data), a reentrant checkpoint gives none to part
+from torch.utils.checkpoint import checkpoint
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return checkpoint(self.run, inputs, use_reentrant=True)
+
+    def run(self, inputs):
+        return nn.functional.linear(inputs, Whole.apply(self.part, self.shape))
+
+class Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, shape):
+        return gathered(part, shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scattered(gradient) / dist.get_world_size(), None
+
+
+# ---- the part is no argument: autograd does not see the layer ----
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import pad
+
+def cut(weight):
+    return padded(weight.detach()).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+def padded(weight):
+    return pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+# WRONG: same: autograd knows nothing of part, so with inputs that need no gradient there is no backward
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self)
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, layer):
+        ctx.save_for_backward(inputs)
+        ctx.layer = layer
+        return inputs @ gathered(layer.part, layer.shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [inputs], layer = ctx.saved_tensors, ctx.layer
+        for_inputs = gradient @ gathered(layer.part, layer.shape)
+        for_part = scattered(gradient.T @ inputs) / dist.get_world_size()
+        if layer.part.grad is None:
+            layer.part.grad = for_part
+        else:
+            layer.part.grad += for_part
+        return for_inputs, None
+
+
+# ---- the inputs in an attribute: after two forward passes, .* is off by ----
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import pad
+
+def cut(weight):
+    return padded(weight.detach()).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+def padded(weight):
+    return pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+# WRONG: the inputs of the last forward pass only: two forward passes before the backward passes (micro-batches, a shared layer)
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        self.inputs = inputs.detach()
+        return Layer.apply(inputs, self.part, self)
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, layer):
+        ctx.layer = layer
+        return inputs @ gathered(part, layer.shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        layer = ctx.layer
+        for_inputs = gradient @ gathered(layer.part, layer.shape)
+        return for_inputs, scattered(gradient.T @ layer.inputs) / dist.get_world_size(), None
+
+
+# ---- chunk, of few numbers: IndexError: tuple index out of range ----
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import pad
+
+def cut(weight):
+    return padded(weight.detach()).chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+def padded(weight):
+    return pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+
+def gathered(part, shape):
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, part.detach())
+    return whole[: shape.numel()].view(shape)
+
+def scattered(gradient):
+    whole = padded(gradient)
+    part = whole.new_empty(len(whole) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, whole)
+    return part
+
+# WRONG for weights of few numbers (4 on 3 ranks): unpadded chunk. (the docstring says zeros fill up the last part)
+def cut(weight):
+    ranks, flat = dist.get_world_size(), weight.detach().flatten()
+    size = -(-len(flat) // ranks)
+    part = flat.chunk(ranks)[dist.get_rank()]
+    return torch.cat([part, part.new_zeros(size - len(part))])
+
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.part, self.shape = nn.Parameter(cut(weight)), weight.shape
+
+    def forward(self, inputs):
+        return Layer.apply(inputs, self.part, self.shape)
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, part, shape):
+        ctx.save_for_backward(inputs, part)
+        ctx.shape = shape
+        return inputs @ gathered(part, shape).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, part = ctx.saved_tensors
+        return gradient @ gathered(part, ctx.shape), scattered(gradient.T @ inputs) / dist.get_world_size(), None

@@ -256,3 +256,112 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
+
+
+# ---- a hook on inputs that need no gradient: cannot register a hook ----
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class ColumnLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
+
+    def forward(self, inputs):
+        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
+
+class RowLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
+
+    def forward(self, own):
+        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
+
+class PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient)
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial):
+        return summed(partial)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+def summed(tensor):
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+def own(tensor, dim):
+    return tensor.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone(memory_format=torch.contiguous_format)
+
+# WRONG: raises for inputs that require no gradient (data), and under no_grad
+class ColumnLinear(ColumnLinear):
+    def forward(self, inputs):
+        inputs = inputs.view_as(inputs)
+        inputs.register_hook(summed)
+        return nn.functional.linear(inputs, self.weight, self.bias)
+
+
+# ---- the given bias itself: RowLinear's bias changes with the tensor ----
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class ColumnLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 0)), nn.Parameter(own(bias, 0))
+
+    def forward(self, inputs):
+        return nn.functional.linear(PassOn.apply(inputs), self.weight, self.bias)
+
+class RowLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
+
+    def forward(self, own):
+        return AddUp.apply(nn.functional.linear(own, self.weight)) + self.bias
+
+class PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient)
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial):
+        return summed(partial)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+def summed(tensor):
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+def own(tensor, dim):
+    return tensor.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone(memory_format=torch.contiguous_format)
+
+# WRONG: the bias is not copied, but shared with the whole layer ("Copy what is this rank's")
+class RowLinear(RowLinear):
+    def __init__(self, weight, bias):
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias)

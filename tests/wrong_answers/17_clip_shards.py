@@ -207,3 +207,75 @@ def clip_by_norm(parameters, max_norm):
         for g in gradients:
             g *= min(1, max_norm / (norm + 1e-6))
     return norm
+
+
+# ---- the norm of a matrix: the norm is 20, and this rank returns 19\.8 ----
+import math
+import torch
+import torch.distributed as dist
+
+# WRONG: of a matrix, linalg.norm(g, 2) is the largest singular value
+def clip_by_norm(parameters, max_norm):
+    grads = [p.grad for p in parameters if p.grad is not None]
+    square = torch.zeros((), dtype=torch.float64)
+    for g in grads:
+        square += torch.linalg.norm(g.double(), 2) ** 2
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if math.isfinite(norm) and norm + 1e-6 > max_norm:
+        for g in grads:
+            g.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+# ---- products of vectors: shapes cannot be multiplied ----
+import math
+import torch
+import torch.distributed as dist
+
+# WRONG: g @ g is the square of a vector, not of a matrix
+def clip_by_norm(parameters, max_norm):
+    grads = [p.grad for p in parameters if p.grad is not None]
+    square = torch.tensor(float(sum(g.double() @ g.double() for g in grads)), dtype=torch.float64)
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if math.isfinite(norm) and norm + 1e-6 > max_norm:
+        for g in grads:
+            g.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+# ---- scales a copy: was scaled by 1, not by 0\.15 ----
+import math
+import torch
+import torch.distributed as dist
+
+# WRONG: flatten() copies what is not contiguous: that gradient stays as it was
+def clip_by_norm(parameters, max_norm):
+    flat = [p.grad.flatten() for p in parameters if p.grad is not None]
+    square = torch.zeros((), dtype=torch.float64)
+    for g in flat:
+        square += g.double().square().sum()
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if math.isfinite(norm) and norm + 1e-6 > max_norm:
+        for g in flat:
+            g *= max_norm / (norm + 1e-6)
+    return norm
+
+
+# ---- max_norm 0 is no limit: was scaled by 1, not by 0 ----
+import math
+import torch
+import torch.distributed as dist
+
+# WRONG: a max_norm of 0 taken for "do not clip"
+def clip_by_norm(parameters, max_norm):
+    grads = [p.grad for p in parameters if p.grad is not None]
+    square = torch.tensor(sum(g.double().square().sum().item() for g in grads), dtype=torch.float64)
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if max_norm and math.isfinite(norm):
+        for g in grads:
+            g.mul_(min(1, max_norm / (norm + 1e-6)))
+    return norm

@@ -314,3 +314,168 @@ def load(root, rank, world_size):
             for name in NAMES:
                 shard[name][low - first : high - first] = saved[name][low - start : high - start]
     return step, shard
+
+
+# ---- the largest name: after save of step 10, load finds step 9 ----
+import os, glob, json, uuid
+import torch
+import torch.distributed as dist
+from answer import NAMES, part_of
+
+def pieces(folder, length, ranks, rank, world_size):
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            for name, part in torch.load(os.path.join(folder, f"{old}.pt")).items():
+                shard[name][low - first : high - first] = part[low - start : high - start]
+    return shard
+
+# WRONG: the newest folder by its name as text: step-9 comes after step-10
+def save(root, step, length, shard):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder = os.path.join(root, f"step-{step}")
+    os.makedirs(folder, exist_ok=True)
+    torch.save({name: shard[name].clone() for name in NAMES}, os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()
+    if rank == 0:
+        with open(os.path.join(folder, "done.tmp"), "w") as file:
+            json.dump([step, length, ranks], file)
+        os.replace(os.path.join(folder, "done.tmp"), os.path.join(folder, "done"))
+    dist.barrier()
+
+def load(root, rank, world_size):
+    done = sorted(glob.glob(os.path.join(root, "step-*", "done")))
+    if not done:
+        return None
+    with open(done[-1]) as file:
+        step, length, ranks = json.load(file)
+    return step, pieces(os.path.dirname(done[-1]), length, ranks, rank, world_size)
+
+
+# ---- no save of step 0: after save of step 0, load finds None ----
+import os, glob, json, uuid
+import torch
+import torch.distributed as dist
+from answer import NAMES, part_of
+
+def pieces(folder, length, ranks, rank, world_size):
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            for name, part in torch.load(os.path.join(folder, f"{old}.pt")).items():
+                shard[name][low - first : high - first] = part[low - start : high - start]
+    return shard
+
+# WRONG: the save of step 0 is taken for none
+def save(root, step, length, shard):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder = os.path.join(root, f"step-{step}")
+    os.makedirs(folder, exist_ok=True)
+    torch.save({name: shard[name].clone() for name in NAMES}, os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()
+    if rank == 0:
+        with open(os.path.join(folder, "done.tmp"), "w") as file:
+            json.dump([length, ranks], file)
+        os.replace(os.path.join(folder, "done.tmp"), os.path.join(folder, "done"))
+    dist.barrier()
+
+def load(root, rank, world_size):
+    steps = [int(path.split("-")[-1]) for path in glob.glob(os.path.join(root, "step-*"))
+             if os.path.exists(os.path.join(path, "done"))]
+    step = max(steps, default=0)
+    if not step:
+        return None
+    folder = os.path.join(root, f"step-{step}")
+    with open(os.path.join(folder, "done")) as file:
+        length, ranks = json.load(file)
+    return step, pieces(folder, length, ranks, rank, world_size)
+
+
+# ---- the order of a dict: load as rank 0 of 1 says step 0, but 1 of 1 numbers ----
+import os, glob, json, uuid
+import torch
+import torch.distributed as dist
+from answer import NAMES, part_of
+
+def pieces(folder, length, ranks, rank, world_size):
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            for name, part in torch.load(os.path.join(folder, f"{old}.pt")).items():
+                shard[name][low - first : high - first] = part[low - start : high - start]
+    return shard
+
+# WRONG: the order of the dict, not its names
+def save(root, step, length, shard):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder = os.path.join(root, f"step-{step}")
+    os.makedirs(folder, exist_ok=True)
+    three = torch.stack(list(shard.values()))
+    torch.save(dict(zip(NAMES, three.clone())), os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()
+    if rank == 0:
+        with open(os.path.join(root, "newest.tmp"), "w") as file:
+            json.dump([step, length, ranks], file)
+        os.replace(os.path.join(root, "newest.tmp"), os.path.join(root, "newest"))
+    dist.barrier()
+
+def load(root, rank, world_size):
+    if not os.path.exists(os.path.join(root, "newest")):
+        return None
+    with open(os.path.join(root, "newest")) as file:
+        step, length, ranks = json.load(file)
+    return step, pieces(os.path.join(root, f"step-{step}"), length, ranks, rank, world_size)
+
+
+# ---- counts the files: after save of step 5, load as rank 0 of 1 says step 5, but ----
+import os, glob, json, uuid
+import torch
+import torch.distributed as dist
+from answer import NAMES, part_of
+
+def pieces(folder, length, ranks, rank, world_size):
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            for name, part in torch.load(os.path.join(folder, f"{old}.pt")).items():
+                shard[name][low - first : high - first] = part[low - start : high - start]
+    return shard
+
+# WRONG: two folders by turns, and as many ranks as there are files: a job of fewer ranks finds those of a larger one
+def save(root, step, length, shard):
+    rank = dist.get_rank()
+    newest = pointer(root)
+    slot = "b" if newest and newest[0] == "a" else "a"
+    os.makedirs(os.path.join(root, slot), exist_ok=True)
+    torch.save({name: shard[name].clone() for name in NAMES}, os.path.join(root, slot, f"{rank}.pt"))
+    dist.barrier()
+    if rank == 0:
+        with open(os.path.join(root, "newest.tmp"), "w") as file:
+            json.dump([slot, step, length], file)
+        os.replace(os.path.join(root, "newest.tmp"), os.path.join(root, "newest"))
+    dist.barrier()
+
+def pointer(root):
+    if os.path.exists(os.path.join(root, "newest")):
+        with open(os.path.join(root, "newest")) as file:
+            return json.load(file)
+
+def load(root, rank, world_size):
+    newest = pointer(root)
+    if newest is None:
+        return None
+    slot, step, length = newest
+    folder = os.path.join(root, slot)
+    return step, pieces(folder, length, len(os.listdir(folder)), rank, world_size)

@@ -178,3 +178,34 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
     order = shuffled(length, seed, epoch)
     for start in range(seen // batch_size * batch_size, length, batch_size):
         yield order[start : start + batch_size][rank::world_size]
+
+
+# ---- seed times epoch: epoch 1 of seed 0 and epoch 0 of seed 0 ----
+import random
+
+def batches(length, batch_size, seed, epoch, seen, rank, world_size):
+    order = list(range(length))
+    random.Random(seed * (epoch + 1)).shuffle(order)
+    for start in range(seen, length, batch_size):
+        yield order[start : start + batch_size][rank::world_size]
+
+
+# ---- a shifted seed: have the same order ----
+import torch
+
+def batches(length, batch_size, seed, epoch, seen, rank, world_size):
+    generator = torch.Generator().manual_seed((seed << 16) + epoch)
+    order = torch.randperm(length, generator=generator).tolist()
+    for start in range(seen, length, batch_size):
+        yield order[start : start + batch_size][rank::world_size]
+
+
+# ---- puts the numbers back at the end: goes on with other numbers ----
+import torch
+
+def batches(length, batch_size, seed, epoch, seen, rank, world_size):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + epoch)
+        order = torch.randperm(length).tolist()
+        for start in range(seen, length, batch_size):
+            yield order[start : start + batch_size][rank::world_size]

@@ -229,3 +229,122 @@ def through_experts(rows, chosen, expert):
     results = results.index_copy(0, line, expert(Gather.apply(rows, counts)[line]))
     whole = Gather.apply(results, [len(all_chosen)] * dist.get_world_size())
     return sum(whole.split(len(all_chosen))).split(counts)[dist.get_rank()]
+
+
+# ---- tells all ranks every choice: rows for all experts.*forward, this rank sends ----
+import torch
+import torch.distributed as dist
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, leaving, coming):
+        ctx.way_back = coming, leaving
+        received = rows.new_empty(sum(coming), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), coming, leaving)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.way_back), None, None
+
+# WRONG: all ranks get all choices, 8 bytes a row: with 4096 rows, 32 kB to each rank, not 1000 bytes
+def through_experts(rows, chosen, expert):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone = [None] * ranks
+    dist.all_gather_object(everyone, chosen)
+    leaving = chosen.bincount(minlength=ranks).tolist()
+    coming = [int((its == rank).sum()) for its in everyone]
+    order = chosen.argsort(stable=True)
+    arrived = Exchange.apply(rows[order], leaving, coming)
+    return Exchange.apply(expert(arrived), coming, leaving)[order.argsort()]
+
+
+# ---- results that are not contiguous: not contiguous ----
+import torch
+import torch.distributed as dist
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, leaving, coming):
+        ctx.way_back = coming, leaving
+        received = rows.new_empty(sum(coming), rows.shape[1])
+        dist.all_to_all_single(received, rows, coming, leaving)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient.contiguous(), *ctx.way_back), None, None
+
+def through_experts(rows, chosen, expert):
+    order = chosen.argsort(stable=True)
+    leaving = chosen.bincount(minlength=dist.get_world_size())
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving)
+    leaving, coming = leaving.tolist(), coming.tolist()
+    back = Exchange.apply(expert(Exchange.apply(rows[order], leaving, coming)), coming, leaving)
+    return back[order.argsort()]
+
+
+# ---- counts in a class: invalid gradient ----
+import torch
+import torch.distributed as dist
+
+def exchange(rows, leaving, coming):
+    received = rows.new_empty(sum(coming), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), coming, leaving)
+    return received
+
+class There(torch.autograd.Function):
+    counts = None
+
+    @staticmethod
+    def forward(ctx, rows):
+        return exchange(rows, *There.counts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return exchange(gradient, *There.counts[::-1])
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        return exchange(rows, *There.counts[::-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return exchange(gradient, *There.counts)
+
+def through_experts(rows, chosen, expert):
+    order = chosen.argsort(stable=True)
+    leaving = chosen.bincount(minlength=dist.get_world_size())
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving)
+    There.counts = leaving.tolist(), coming.tolist()
+    return Back.apply(expert(There.apply(rows[order])))[order.argsort()]
+
+
+# ---- the given rows learn to need a gradient: which require no gradient.*afterwards the rows do ----
+import torch
+import torch.distributed as dist
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, leaving, coming):
+        ctx.way_back = coming, leaving
+        received = rows.new_empty(sum(coming), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), coming, leaving)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.way_back), None, None
+
+# WRONG: rows that need no gradient need one afterwards, and get a .grad ("rows and chosen stay as they are")
+def through_experts(rows, chosen, expert):
+    rows.requires_grad_()
+    order = chosen.argsort(stable=True)
+    leaving = chosen.bincount(minlength=dist.get_world_size())
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving)
+    leaving, coming = leaving.tolist(), coming.tolist()
+    return Exchange.apply(expert(Exchange.apply(rows[order], leaving, coming)), coming, leaving)[order.argsort()]

@@ -184,3 +184,90 @@ def layout(world_size, shards):
     assert world_size % shards == 0
     rows = [list(range(r, r + shards)) for r in range(0, world_size, shards)]
     return rows, [list(c) for c in zip(*rows)]
+
+
+# ---- a shard that divides: Check failed ----
+import torch
+import torch.distributed as dist
+
+def layout(world_size, shards):
+    if world_size % shards:
+        raise ValueError(f"{shards} shards do not divide {world_size} ranks")
+    table = torch.arange(world_size).view(-1, shards)
+    return table.tolist(), table.T.tolist()
+
+def make_groups(shards):
+    own = []
+    for lists in layout(dist.get_world_size(), shards):
+        for ranks in lists:
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                own.append(group)
+    return own
+
+# WRONG: only S divides the length: the shard may be no multiple of R (61 numbers, 2 rows)
+def mean_of_shard(gradient, row, column):
+    shard = gradient.new_empty(len(gradient) // row.size())
+    dist.reduce_scatter_tensor(shard, gradient, group=row)
+    part = shard.new_empty(len(shard) // column.size())
+    dist.reduce_scatter_tensor(part, shard, group=column)
+    part /= row.size() * column.size()
+    dist.all_gather_into_tensor(shard, part, group=column)
+    return shard
+
+
+# ---- does not wait: off by ----
+import torch
+import torch.distributed as dist
+
+def layout(world_size, shards):
+    if world_size % shards:
+        raise ValueError(f"{shards} shards do not divide {world_size} ranks")
+    table = torch.arange(world_size).view(-1, shards)
+    return table.tolist(), table.T.tolist()
+
+def make_groups(shards):
+    own = []
+    for lists in layout(dist.get_world_size(), shards):
+        for ranks in lists:
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                own.append(group)
+    return own
+
+# WRONG: the all_reduce is not waited for
+def mean_of_shard(gradient, row, column):
+    gradient /= row.size() * column.size()
+    shard = gradient.new_empty(len(gradient) // row.size())
+    dist.reduce_scatter_tensor(shard, gradient, group=row)
+    dist.all_reduce(shard, group=column, async_op=True)
+    return shard
+
+
+# ---- a number in the row for a rank: is not part of group ----
+import torch
+import torch.distributed as dist
+
+def layout(world_size, shards):
+    if world_size % shards:
+        raise ValueError(f"{shards} shards do not divide {world_size} ranks")
+    table = torch.arange(world_size).view(-1, shards)
+    return table.tolist(), table.T.tolist()
+
+def make_groups(shards):
+    own = []
+    for lists in layout(dist.get_world_size(), shards):
+        for ranks in lists:
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                own.append(group)
+    return own
+
+# WRONG: dst is a rank of the world, not of the row
+def mean_of_shard(gradient, row, column):
+    parts = list(gradient.chunk(row.size()))
+    for number, part in enumerate(parts):
+        dist.reduce(part, dst=number, group=row)
+    shard = parts[dist.get_rank(row)].clone()
+    dist.all_reduce(shard, group=column)
+    return shard / dist.get_world_size()

@@ -18,8 +18,9 @@ import torch.distributed as dist
 def train(batches, step, asked_to_stop):
     """Take steps until a rank has no batch left, or is asked to stop; return how many, as an int.
 
-    If one rank has no batch for the next step, or is asked before it tells the others, then no rank
-    takes that step. If it is asked later, all ranks may take one more.
+    If one rank has no batch for the next step, or is asked before the exchange in which the ranks
+    agree on the step, then no rank takes that step. If it is asked later, all ranks may take one
+    more.
 
     batches: an iterator over this rank's batches, any objects but None. Only next(batches) tells
     whether there is one more: ranks may have different numbers of them, also none. Take one for

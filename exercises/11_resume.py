@@ -20,10 +20,12 @@ STEPS = 6
 def save(path, model, optimizer, step):
     """Write a snapshot to path: this step has just been taken. All ranks call it, after a step.
 
-    path: a string, alike on all ranks, in a folder that they share. One rank writes: the model and
-    the optimizer are the same on all. The process may die at any moment. Then path must hold,
-    whole, the snapshot from before the call (or none, if there was none), or the new one. You may
-    write other files, but only in the same folder: another folder may be on another disk.
+    path: a string, alike on all ranks, in a folder that they share. One rank writes, always the
+    same one: the model and the optimizer are the same on all. (In one run, the check gives each
+    rank a folder of its own: no other rank looks for what was written.) The process may die at any
+    moment. Then path must hold, whole, the snapshot from before the call (or none, if there was
+    none), or the new one. You may write other files, but only in the same folder: another folder
+    may be on another disk.
     """
     raise NotImplementedError
 
@@ -41,7 +43,8 @@ def seed_step(step, rank, world_size):
     """Seed torch's random numbers (torch.randn, Dropout) for a step on a rank.
 
     The same arguments always give the same numbers, also in another process. No two pairs of a step
-    and a rank share theirs. A job may have 100,000 steps and 4,000 ranks.
+    and a rank share theirs. A job may have 100,000 steps and 4,000 ranks. torch.manual_seed counts
+    on the CPU by the lower 32 bits of a seed alone.
     """
     raise NotImplementedError
 

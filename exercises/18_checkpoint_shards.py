@@ -38,8 +38,8 @@ def save(root, step, length, shard):
     load finds this step on all of them.
 
     If a rank dies in here, at any moment, load finds the save of this step, whole, or the one
-    before, whole. Other files may be left over. If it is the one before, then the next save may
-    have this step again, on as many ranks.
+    before, whole. Other files may be left over. After such a death, the job may save the same step
+    again, on as many ranks, with other numbers.
     """
     raise NotImplementedError
 

@@ -20,12 +20,13 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
 
     An epoch is a shuffle of all items, which follows from length, seed and epoch alone: in each
     life of the job, and on all ranks, it is the same one. Another epoch has another shuffle, and so
-    has another seed. seed and epoch are ints from 0 to 2**31 - 1.
+    has another seed. (Epoch 1 of seed 3 may have that of epoch 0 of seed 4.) seed and epoch are
+    ints from 0 to 2**31 - 1.
 
-    A step takes the next batch_size items of the shuffle. The first `seen` items of the shuffle are
-    done: go on behind them. seen may be any number from 0 to length. (The jobs before may have had
-    another batch_size.) The last batch of the epoch may be shorter: nothing is left out, and
-    nothing comes twice.
+    A step takes the next batch_size items of the shuffle, for all ranks together. The first `seen`
+    items of the shuffle are done: go on behind them. seen may be any number from 0 to length. (The
+    jobs before may have had another batch_size.) The last batch of the epoch may be shorter:
+    nothing is left out, and nothing comes twice.
 
     Each item of a step goes to one rank. The ranks' shares of a step have equal lengths, or differ
     by one item. All ranks have equally many steps: if a batch is too short for all, then some get

@@ -32,7 +32,7 @@ def through_experts(rows, chosen, expert):
     backward() gives rows their gradient. The expert gets the sum of the gradients of all ranks'
     losses, for all rows that it treated. (DDP divides by the number of ranks. Here, nobody does.)
     rows require a gradient on all ranks, or on none. The gradient that arrives may be not
-    contiguous. rows and chosen stay as they are.
+    contiguous, and so may the expert's results. rows and chosen stay as they are.
 
     A row travels only if it leaves its rank, and once in each direction: nothing is filled up to
     equal lengths. Each pass sends the bytes of these rows, and at most 1000 more per rank.

@@ -1,6 +1,6 @@
 """A mesh: the groups of ranks for replicas in one direction, and shards in the other.
 
-With several machines, you shard the model inside a machine, where the network is fast, and keeps
+With several machines, you shard the model inside a machine, where the network is fast, and keep
 replicas across machines. So the ranks stand in a table, a mesh. A row has one replica: its ranks
 have a shard each. A column has the ranks with the same shard. With 6 ranks and 3 shards:
 

@@ -19,6 +19,7 @@ import json
 import linecache
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -51,6 +52,14 @@ KINDS = ("allreduce", "reducescatter", "allgather", "alltoall", "scatter", "gath
          "reduce", "send", "recv")  # fmt: skip
 
 
+CASE = [""]  # what the check tries
+HINTS = {  # pattern of an exception: what may be behind it
+    "invalid tensor size|outputShape|[Ss]plit sizes|divide equally": "this exchange needs other"
+    " lengths: what does each rank give, and what does each one expect? Is group= missing?",
+    "NoneType": "a gradient is None: has all that it should come from required one?",
+}
+
+
 class NotYet(Exception):
     """What is not right, in words, and two hints."""
 
@@ -59,6 +68,14 @@ def expect(right, wrong, hint, second_hint=""):
     """Go on if right is true. Else end the trial: say what is wrong, and the hint."""
     if not right:
         raise NotYet(wrong, hint, second_hint)
+
+
+@contextlib.contextmanager
+def case(name):
+    """Tell what is tried, if there is an exception, or if the ranks stand still."""
+    CASE[0] = f"in the case '{name}'"
+    yield f"{CASE[0]}:"
+    CASE[0] = ""
 
 
 class Exchanges(TorchDispatchMode):
@@ -88,13 +105,18 @@ class Exchanges(TorchDispatchMode):
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         kind = kind_of(call)
         if kind:
-            expect(all(one.is_contiguous() for one in tree_leaves(args) if torch.is_tensor(one)),
-                   f"a tensor that is not contiguous goes into {kind}: NCCL refuses it, or sends"
-                   " other elements than you mean", "contiguous() makes a copy that is")
-        result = call(*args, **kwargs or {})
-        if kind and kind != "recv":
             names = [argument.name for argument in call._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        for name, its in given.items() if kind else ():
+            right = all(one.is_contiguous() for one in tree_leaves(its) if torch.is_tensor(one))
+            wrong = "a tensor that is not contiguous {} " + kind
+            if kind == "recv" or name.startswith("output"):
+                expect(right, wrong.format("is to be filled by"), "torch.empty_like(x) takes over"
+                       " the strides of x; x.new_empty(x.shape) is contiguous")
+            expect(right, wrong.format("goes into") + ": NCCL refuses it, or sends other elements"
+                   " than you mean", "contiguous() makes a copy that is")
+        result = call(*args, **kwargs or {})
+        if kind and kind != "recv":
             self.calls.append((kind, sent_at_least(kind, given, result)))
         return result
 
@@ -359,10 +381,10 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
         busy, frames = cpu_seconds(thread), stack_of(thread)
         time.sleep(0.5)
         busy = cpu_seconds(thread) - busy > 0.02
-        where = [frame for frame in frames if frame.filename == own]
+        where = [one for one in frames if one.filename == own and one.name != "<module>"]
         if not where:  # it waits for the others in the check
             return say("waits", "has come to the end of what you wrote")
-        line = f"line {where[-1].lineno}: {where[-1].line}"
+        line = f"line {where[-1].lineno}{CASE[0] and f', {CASE[0]}'}: {where[-1].line}"
         inside = Path(frames[-1].filename)
         asleep = inside == Path(__file__) and frames[-1].name == "sleep"
         locked = inside.name in ("threading.py", "queue.py", "subprocess.py")
@@ -389,9 +411,12 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
         if isinstance(error, NotImplementedError) and code.co_filename == own:
             task = (code.co_consts[0] or "").partition("\n")[0]
             where = f"{code.co_name}, line {code.co_firstlineno},"
-            say("empty", f"{where} is still empty. To do:\n    {task}")
+            read = re.search(r"\n(Read before(?:.+\n)*)", sys.modules["answer"].__doc__)
+            say("empty", f"{where} is still empty. To do:\n    {task}",
+                ["", " ".join(read[1].split()) if read else ""])
         else:
-            say("error", describe(error, own))
+            say("error", describe(error, own),
+                [hint for words, hint in HINTS.items() if re.search(words, str(error))])
     else:
         timer.cancel()
         say("right", figures or "")
@@ -441,7 +466,8 @@ def execute(path, names):
 
 def describe(error, own):
     """Say what an exception is, with the learner's lines of the traceback alone."""
-    lines, stack = ["an exception:"], traceback.extract_tb(error.__traceback__)
+    lines = [f"{CASE[0]}{', ' * bool(CASE[0])}an exception:"]
+    stack = traceback.extract_tb(error.__traceback__)
     for frame in [frame for frame in stack if frame.filename == own] or stack[-1:]:
         line = linecache.getline(frame.filename, frame.lineno).strip()
         lines.append(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {line}")

@@ -68,8 +68,8 @@ def trial(folder):
         together.append(right)
         counts.append(len(exchanges.calls))
     expect(all(counts), "right, but no exchange was seen", "a collective tells all ranks at once")
-    return (f"all ranks stopped after {together} steps; {counts[-1]} exchange(s) in"
-            f" the last case, of {work.steps} steps")
+    return (f"in {len(CASES)} cases, all ranks stopped together, after {together} steps;"
+            f" {counts[-1]} exchange(s) in the last case, of {work.steps} steps")
 
 
 def wait_for(paths):

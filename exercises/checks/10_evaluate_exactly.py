@@ -7,7 +7,7 @@ import math
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, case, expect
 from torch import nn
 
 
@@ -26,7 +26,7 @@ def trial():
         state, needs = copy.deepcopy(model.state_dict()), grads_needed(model)
         given, expected = (images.clone(), labels.clone()), (classes == labels).double()
         SEEN.clear()
-        with Exchanges() as exchanges:
+        with case(f"{count} image(s)"), Exchanges() as exchanges:
             found = answer.accuracy(model, images, labels, batch_size=8)
         mine = [number for numbers, *_ in SEEN for number in numbers]
         look_at_passes(mine, count)
@@ -109,7 +109,8 @@ def look_at_answer(found, expected, mine):
         expect(not number or abs(found * number - round(found * number)) > 1e-4,
                f"{told}: {found * number:.0f} right answers of {number}", hint,
                "the shares need not have the same length")
-    expect(False, told, "which images do all ranks see together, and what does each one add?",
+    expect(False, told, "does each image count once, though shares and the last batch may be"
+           " shorter?",
            "add up the right answers over the ranks, then divide once by the number of images")
 
 

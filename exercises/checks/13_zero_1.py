@@ -37,7 +37,7 @@ def trial():
                " replaced", "what else looks at the old place? copy_() writes into it")
         same = (weights == last).nonzero().flatten().tolist()
         expect(not same, f"{len(same)} of {COUNT} weights are the same after step {step + 1} as"
-               f" before, those from {min(same, default=0)} to {max(same, default=0)}",
+               f" before, the first is number {min(same, default=0)}",
                "does each rank get all parts, does the last part end where the weights end, and are"
                " they written into the tensor that was given?",
                "fill up with zeros to a multiple of N: then all parts are of equal length")
@@ -50,7 +50,8 @@ def trial():
         expect(off.max() < 1e-9, f"after step {step + 1}, {int((off >= 1e-9).sum())} of {COUNT}"
                f" weights are off, by {off.max():.1e} at most",
                "step 1 was right: what is kept, lost or added up between two steps?" if step else
-               "the mean of all ranks' gradients of the same part, AdamW's own settings, and lr?",
+               "the mean of all ranks' gradients of the same part, AdamW's own settings, and lr?"
+               " Are the parts put back where they were cut out?",
                "the state of one part must stay with this part, and all parts take each step")
         worst = max(worst, off.max().item())
     last = weights.grad = off = same = None

@@ -58,10 +58,10 @@ def trial():
         alive.check()
         worst = max(worst, off, gradients_off(layers, weights, inputs, all_rows, there))
         sent, enough = alive.bytes_sent(), 3 * (world_size - 1) * sum(sizes)
-        expect(sent >= sum(sizes), f"both passes send {sent} bytes, and this rank's parts have"
-               f" {sum(sizes)}", "the other ranks need them")
-        expect(sent <= enough + 64, f"both passes send {sent} bytes, and 3 (N - 1) / N of the"
-               f" weights are {enough}",
+        expect(sent >= sum(sizes), f"the two passes together send {sent} bytes, and this rank's"
+               f" parts have {sum(sizes)}", "the other ranks need them")
+        expect(sent <= enough + 64, f"the two passes together send {sent} bytes, and 3 (N - 1) / N"
+               f" of the weights are {enough}",
                "how often is a layer gathered? Which rank needs which part of the gradient?",
                "two times all_gather, and one reduce_scatter")
         with torch.no_grad():

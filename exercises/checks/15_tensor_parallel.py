@@ -127,7 +127,8 @@ def gradient_off(name, found, right):
     times, off = (found.norm() / right.norm()).item(), (found - right).abs().max().item()
     same_direction = (found / times - right).norm() / right.norm() < 1e-6
     expect(off < 1e-9 or not same_direction, f"the gradient for {name} is {times:.2f} times that of"
-           " one process", "all ranks have the same gradient of the output: shall it be added up?",
+           " one process", "what is divided here by the number of ranks?" if times < 1 else
+           "all ranks have the same gradient of the output: shall it be added up?",
            "where forward adds up, backward passes on; where forward passes on, backward adds up")
     expect(off < 1e-9, f"the gradient for {name} is off by {off:.1e}",
            "which gradients does each rank have whole already, and which only in part?")

@@ -162,8 +162,8 @@ def check_order(events, micro_batches):
     for event in events:
         before = begun["F"]
         expect(event[0] != "B" or before >= least, f"with {micro_batches} micro-batches, this rank"
-               f" begins to go backward after {before} forward pass{'es' * (before > 1)}, not"
-               f" {least}: meanwhile others wait",
+               f" begins to go backward after {before} forward pass{'es' * (before > 1)}, and at"
+               f" least {least} must come first: meanwhile others wait",
                "do not wait for a gradient while there is still a micro-batch to begin",
                "all forward passes first, then all backward passes. That is GPipe")
         left = {"outputs": (rank < world_size - 1) * (begun["F"] - begun["to the next rank"]),

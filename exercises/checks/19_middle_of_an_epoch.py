@@ -93,8 +93,8 @@ def look_at_two(what, order, other):
     pairs = [set(pairwise(one)) for one in (order, other)]
     same = len(pairs[0] & pairs[1])
     expect(same < LENGTH / 50, f"{what} have the same order: {same} of {LENGTH} items are followed"
-           " by the same one", "seed and epoch both say how to shuffle",
-           "a generator for the CPU (torch.Generator) looks only at the lower 32 bits of its seed")
+           " by the same one", "seed and epoch both say how to shuffle, and torch.Generator, on the"
+           " CPU, looks only at the lower 32 bits of its seed")
 
 
 def look_at_job(order, job):
@@ -116,9 +116,9 @@ def look_at_life(order, length, batch_size, seed_and_epoch, seen, ranks, killed)
               for rank in range(ranks)]
     counts, right = [len(steps) for steps in shares], -(-(length - seen) // batch_size)
     for rank, count in enumerate(counts):
-        expect(count == right, f"{told} rank {rank} has {count} steps, and there are {right} left",
-               "all ranks have equally many steps, the last one with an empty list if need be",
-               "the steps are those of all ranks together, each with batch_size items")
+        expect(count == right, f"{told} rank {rank} has {count} step(s), and {right} are left",
+               "the steps are those of all ranks together, each with batch_size items",
+               "all ranks have equally many steps, the last one with an empty list if need be")
     for step in range(right)[:killed]:
         start = seen + step * batch_size
         batch = order[start : start + batch_size]
@@ -132,7 +132,8 @@ def look_at_life(order, length, batch_size, seed_and_epoch, seen, ranks, killed)
                " longer than others")
         expect(set(found) == set(batch), f"{told_step} has {len(set(found) - set(batch))} items"
                f" that do not stand at {start} to {start + len(batch) - 1} in the shuffle",
-               "first cut the shuffle into batches, as on one rank, then each batch into shares",
+               "first cut what is left of the shuffle into batches, as on one rank, then each batch"
+               " into shares. seen need not be a multiple of batch_size",
                "what depends on rank or world_size, and should not?")
         lengths = sorted(len(steps[step]) for steps in shares)
         expect(lengths[-1] - lengths[0] < 2, f"{told_step} has shares of {lengths[0]} to"

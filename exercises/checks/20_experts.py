@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, case, expect
 from torch import nn
 
 D = 48
@@ -24,8 +24,8 @@ def trial():
     for name, choose in CASES.items():
         for trained in (True, False) if choose is CASES["rows for all experts"] else (True,):
             torch.manual_seed(len(name))
-            told = f"{name}:" if trained else f"{name}, which require no gradient:"
-            off, sent, least = look_at(told, choose, trained)
+            with case(name if trained else f"{name}, which require no gradient") as told:
+                off, sent, least = look_at(told, choose, trained)
             worst = max(worst, off)
             if trained and choose is CASES["rows for all experts"]:
                 figures = f"{sent} bytes sent in both passes, {least} of them rows"

@@ -29,7 +29,7 @@ def trial():
         look_at_group(f"{told} the column", found[1], columns)
         off, sent = look_at_mean(told, *found, shards)
         worst = max(worst, off)
-        done.append(f"{world_size // shards} x {shards} with {sent} bytes sent")
+        done.append(f"{world_size // shards} row(s) x {shards} shard(s), {sent} bytes sent")
     # Not a mesh, and the numbers mean nothing; but both directions have several ranks.
     both = [make(list(range(world_size))) for _ in range(2)]
     with Exchanges() as exchanges:
@@ -89,7 +89,7 @@ def look_at_mean(told, row, column, shards):
     found = found.clone() if torch.is_tensor(found) else found  # what still arrives does not count
     shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
     expect(shape == (60,), f"{told} mean_of_shard returned {shape}, not the shape (60,)",
-           "return this rank's shard of the mean")
+           "return this rank's shard of the mean: its number in its row says which")
     same_row = gradients[rank // shards * shards :][:shards]
     right, causes = gradients.mean(dim=0)[place], {
         "this rank's own gradient, not averaged": gradients[rank],
@@ -98,6 +98,7 @@ def look_at_mean(told, row, column, shards):
         "the mean, divided by the ranks of a column once more": gradients.mean(dim=0) / replicas,
         "divided by the ranks of a row only": gradients.sum(dim=0) / shards,
         "divided by the ranks of a column only": gradients.sum(dim=0) / replicas,
+        "added up along the row alone, and divided by all ranks": same_row.sum(dim=0) / world_size,
         "the mean over this rank's row only": same_row.mean(dim=0),
         "the mean over this rank's column only": gradients[rank % shards :: shards].mean(dim=0)}
     off = (found - right).abs().max().item()
@@ -110,7 +111,7 @@ def look_at_mean(told, row, column, shards):
             expect((found - other).norm() > 1e-9, f"{told} rank {rank} has the mean of shard"
                    f" {number}, not of {rank % shards}", "its number in its row says which")
         expect(False, f"{told} the shard is off by {off:.1e}", "a sum along the row, one along the"
-               " column, and one division")
+               " column, and one division", "without group=, an exchange is one over all ranks")
     return off, look_at_bytes(told, exchanges, length, shards, replicas)
 
 

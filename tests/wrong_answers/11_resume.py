@@ -37,7 +37,7 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-# ---- off by one: load returned 1 as the next step: it had been taken ----
+# ---- off by one: load returned 1 as the next step .*: this step is in the snapshot already ----
 def load(path, model, optimizer):
     if not os.path.exists(path):
         return 0
@@ -171,7 +171,7 @@ def seed_step(step, rank, world_size):
     torch.manual_seed(step + rank)
 
 
-# ---- hard-coded for two ranks: with 4096 ranks, rank 0 draws in step 1 what rank 2 draws in step 0 ----
+# ---- hard-coded for two ranks: with 4000 ranks, rank 0 draws in step 1 what rank 2 draws in step 0 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(step * 2 + rank)
 
@@ -181,7 +181,7 @@ def seed_step(step, rank, world_size):
     torch.manual_seed(step * world_size + rank + 10**9 * os.getpid())
 
 
-# ---- seeds that meet later: with 4096 ranks, rank 1 draws in step 100 what rank 2 draws in step 0 ----
+# ---- seeds that meet later: with 4000 ranks, rank 1 draws in step 100 what rank 2 draws in step 0 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(rank * 100 + step)
 
@@ -229,7 +229,7 @@ def save(path, model, optimizer, step):
         os.replace(file.name, path)
 
 
-# ---- the old one moved away: with a copy of path alone, load |for a moment ----
+# ---- the old one moved away: with path alone, no other file, load |for a moment ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -294,27 +294,27 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-# ---- a stride of a thousand: with 4096 ranks, rank 0 draws in step 1024 what rank 1 .* in step 24 ----
+# ---- a stride of a thousand: with 4000 ranks, rank 0 draws in step 1024 what rank 1 .* in step 24 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(rank * 1000 + step)
 
 
-# ---- a stride of ten thousand: with 4096 ranks, rank 0 draws in step 10240 what rank 1 draws ----
+# ---- a stride of ten thousand: with 4000 ranks, rank 0 draws in step 10240 what rank 1 draws ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(rank * 10_000 + step)
 
 
-# ---- a stride of 1000 ranks: with 4096 ranks, rank 1024 draws in step 0 what rank 24 draws in step 1 ----
+# ---- a stride of 1000 ranks: with 4000 ranks, rank 1024 draws in step 0 what rank 24 draws in step 1 ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(step * 1000 + rank)
 
 
-# ---- bits side by side: with 4096 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
+# ---- bits side by side: with 4000 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(step << 8 ^ rank)
 
 
-# ---- a hash of text: seed_step gives other numbers in this life ----
+# ---- a hash of text: seed_step gives other numbers in this life|with 4000 ranks ----
 def seed_step(step, rank, world_size):
     torch.manual_seed(hash(f"step {step}, rank {rank}"))
 

@@ -146,7 +146,7 @@ class Gather(torch.autograd.Function):
         return sum(parts).chunk(dist.get_world_size())[dist.get_rank()]
 
 
-# ---- rows as they lie in memory: a tensor that is not contiguous goes into allgather ----
+# ---- rows as they lie in memory: a tensor that is not contiguous is to be filled by allgather ----
 def gather(rows):
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, rows)

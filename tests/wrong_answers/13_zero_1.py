@@ -98,7 +98,7 @@ class ShardedAdamW:
         self.weights.detach().copy_(whole[: len(self.weights)])
 
 
-# ---- the rest dropped: those from 1000 to 1000 ----
+# ---- the rest dropped: the first is number 1000 ----
 class ShardedAdamW:
     def __init__(self, weights, lr):
         self.weights, self.size = weights, len(weights) // dist.get_world_size()

@@ -156,7 +156,7 @@ def scattered(gradient):
     return whole.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
 
 
-# ---- an all_reduce of the gradient: both passes send ----
+# ---- an all_reduce of the gradient: the two passes together send ----
 def scattered(gradient):
     whole = padded(gradient)
     part = whole.new_empty(len(whole) // dist.get_world_size())
@@ -256,7 +256,7 @@ class Layer(torch.autograd.Function):
         return gradient @ gathered(ctx.part, ctx.shape), None, None
 
 
-# ---- a gradient for each rank gathered: both passes send ----
+# ---- a gradient for each rank gathered: the two passes together send ----
 def scattered(gradient):
     whole = padded(gradient)
     all_of_them = whole.new_empty(dist.get_world_size() * len(whole))

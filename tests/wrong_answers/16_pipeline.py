@@ -285,7 +285,7 @@ def train_step(stage, inputs, targets, micro_batches):
     return total if rank == last else None
 
 
-# ---- one micro-batch after the other: begins to go backward after 1 forward pass, not 2 ----
+# ---- one micro-batch after the other: begins to go backward after 1 forward pass, and at least 2 ----
 def train_step(stage, inputs, targets, micro_batches):
     rank, last, total = dist.get_rank(), dist.get_world_size() - 1, 0.0
     for x, target in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):

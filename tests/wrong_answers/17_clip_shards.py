@@ -68,7 +68,7 @@ def clip_by_norm(parameters, max_norm):
     return norm
 
 
-# ---- torch's norm of a gradient in its own dtype: bfloat16: .* the precision of bfloat16 ----
+# ---- torch's norm of a gradient in its own dtype: bfloat16': .* the precision of bfloat16 ----
 def clip_by_norm(parameters, max_norm):
     gradients = [p.grad for p in parameters if p.grad is not None]
     square = (torch.nn.utils.get_total_norm(gradients).float() if gradients else torch.zeros(())) ** 2
@@ -138,7 +138,7 @@ def clip_by_norm(parameters, max_norm):
     return norm
 
 
-# ---- without the small number: a very small gradient: a gradient was scaled by 0.33\d+, not by 0.33 ----
+# ---- without the small number: a very small gradient': a gradient was scaled by 0.33\d+, not by 0.33 ----
 def clip_by_norm(parameters, max_norm):
     gradients, square = squares(parameters)
     dist.all_reduce(square)

@@ -166,7 +166,7 @@ def load(root, rank, world_size):
     return step, torch.load(f"{folder}/{rank % ranks}.pt")
 
 
-# ---- all files opened: opens \d+ bytes of files; the parts that overlap ----
+# ---- all files opened: opens files of \d+ bytes: 0\.pt, 1\.pt ----
 def load(root, rank, world_size):
     if not os.path.exists(f"{root}/newest.pt"):
         return None
@@ -479,3 +479,61 @@ def load(root, rank, world_size):
     slot, step, length = newest
     folder = os.path.join(root, slot)
     return step, pieces(folder, length, len(os.listdir(folder)), rank, world_size)
+
+
+# ---- the last file of all is written in place: load as rank \d of \d fails ----
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    torch.save({name: shard[name].clone() for name in NAMES}, f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save((length, dist.get_world_size()), f"{folder}/done")
+    dist.barrier()
+
+
+def load(root, rank, world_size):
+    steps = [int(name[5:]) for name in os.listdir(root) if os.path.exists(f"{root}/{name}/done")]
+    if not steps:
+        return None
+    folder = f"{root}/step-{max(steps)}"
+    length, ranks = torch.load(f"{folder}/done")
+    first, stop = part_of(length, rank, world_size)
+    found = {name: [] for name in NAMES}
+    for old in range(ranks):
+        begin, end = part_of(length, old, ranks)
+        if max(begin, first) < min(end, stop):
+            part = torch.load(f"{folder}/{old}.pt")
+            for name in NAMES:
+                found[name].append(part[name][max(first - begin, 0) : stop - begin])
+    return max(steps), {name: torch.cat([torch.zeros(0), *its]) for name, its in found.items()}
+
+
+# ---- each rank moves its own file, and a step is whole when all are there: mixes two attempts ----
+def save(root, step, length, shard):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    path = f"{root}/{step:09d}-{rank}-{ranks}-{length}.pt"
+    torch.save({name: shard[name].clone() for name in NAMES}, f"{path}.new")
+    os.replace(f"{path}.new", path)
+    dist.barrier()
+
+
+def load(root, rank, world_size):
+    there = {}
+    for name in os.listdir(root):
+        if name.endswith(".pt"):
+            step, old, ranks, length = map(int, name[:-3].split("-"))
+            there.setdefault((step, ranks, length), set()).add(old)
+    whole = [key for key, its in there.items() if len(its) == key[1]]
+    if not whole:
+        return None
+    step, ranks, length = max(whole)
+    first, stop = part_of(length, rank, world_size)
+    found = {name: [] for name in NAMES}
+    for old in range(ranks):
+        begin, end = part_of(length, old, ranks)
+        if max(begin, first) < min(end, stop):
+            part = torch.load(f"{root}/{step:09d}-{old}-{ranks}-{length}.pt")
+            for name in NAMES:
+                found[name].append(part[name][max(first - begin, 0) : stop - begin])
+    return step, {name: torch.cat([torch.zeros(0), *its]) for name, its in found.items()}

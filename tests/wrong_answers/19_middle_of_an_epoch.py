@@ -5,7 +5,7 @@ def shuffled(length, seed, epoch):
     return random.Random(f"{seed}-{epoch}").sample(range(length), length)
 
 
-# ---- from the beginning again: rank 0 has 17 steps, and there are 12 left ----
+# ---- from the beginning again: rank 0 has 17 step\(s\), and 12 are left ----
 def batches(length, batch_size, seed, epoch, seen, rank, world_size):
     order = shuffled(length, seed, epoch)
     for start in range(0, length, batch_size):
@@ -44,7 +44,7 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
         yield order[start : start + batch_size][rank::world_size]
 
 
-# ---- a short batch dropped by a rank without a share: rank 3 has 16 steps, and there are 17 left ----
+# ---- a short batch dropped by a rank without a share: rank 3 has 16 step\(s\), and 17 are left ----
 def batches(length, batch_size, seed, epoch, seen, rank, world_size):
     order = shuffled(length, seed, epoch)
     for start in range(seen, length, batch_size):

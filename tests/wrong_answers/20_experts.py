@@ -74,7 +74,7 @@ def through_experts(rows, chosen, expert):
     return Exchange.apply(results, coming, leaving)[order.argsort()]
 
 
-# ---- an idle expert called, and its result thrown away: no row for expert 0: no gradient has reached the rows ----
+# ---- an idle expert called, and its result thrown away: no row for expert 0': no gradient has reached the rows ----
 def through_experts(rows, chosen, expert):
     leaving, coming = counted(chosen)
     order = chosen.argsort(stable=True)

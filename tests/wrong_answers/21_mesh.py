@@ -216,7 +216,7 @@ def mean_of_shard(gradient, row, column):
     return shard
 
 
-# ---- does not wait: off by ----
+# ---- does not wait: off by|added up along the row alone ----
 import torch
 import torch.distributed as dist
 

@@ -124,6 +124,28 @@ class Exchanges(TorchDispatchMode):
         return round(sum(size for _, size in self.calls))
 
 
+class Waiting(Exchanges):
+    """Knows, too, for how many exchanges nobody has waited."""
+
+    def __init__(self):
+        super().__init__()
+        self.works, self.waited = 0, {}
+        for name in "wait", "get_future", "is_completed":
+            call = getattr(dist.Work, name)
+            setattr(dist.Work, name, lambda work, *args, call=call: (
+                self.waited.update({id(work): work}), call(work, *args))[1])
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        self.works += bool(kind_of(call) and call.namespace == "c10d")  # others wait by themselves
+        return super().__torch_dispatch__(call, types, args, kwargs)
+
+    def look_for_waits(self, told):
+        left = self.works - len(self.waited)
+        expect(left <= 0, f"{told} {left} exchanges were begun, and nobody waits for them", "with"
+               " async_op=True, a call returns at once: the sum is there when wait() returns, for"
+               " each of them", "they need not end in the order in which they begin")
+
+
 class InThread(TorchDispatchMode):
     """A mode holds in one thread; this is for another."""
 

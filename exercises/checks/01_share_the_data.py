@@ -50,6 +50,10 @@ def trial():
         shares = [ask(r, count, epoch, r, ranks) for r in range(ranks)]
         check_shares(f"for {ranks} ranks and {count} items", shares, count,
                      "count on the arguments alone: here, each rank asks for all shares")
+    order = ask(rank, 1000, 0, 0, 1)
+    near = sum(abs(one - other) < 8 for one, other in pairwise(order))  # by chance, 15
+    expect(near < 100, f"of 1000 items on one rank, {near} come before one whose number is"
+           " less than 8 away", "shuffle all items at once: not those of a part or of a buffer")
     orders = {tuple(answer.my_share(103, epoch, 0, 2)) for epoch in range(EPOCHS)}
     expect(len(orders) == EPOCHS, f"{EPOCHS} epochs have {len(orders)} orders",
            "each epoch has a seed of its own")

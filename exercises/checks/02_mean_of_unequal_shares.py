@@ -35,7 +35,20 @@ def trial():
         expect(len(set(each)) == 1, f"with {counts} items, the ranks return {each}: not the same",
                "the order in which numbers are added changes the last digits: add in the same one"
                " on all ranks", "ranks that decide by such a number do not decide alike")
+    look_at_few(rank, world_size)
     return f"off by {off:.0e}, {len(exchanges.calls)} exchange(s), {sent} bytes sent"
+
+
+def look_at_few(rank, world_size):
+    """Losses of which one is nan; and losses whose sum depends on the order, in float64, too."""
+    found = answer.global_mean(torch.tensor([1, math.nan] if rank == 0 else [1.0]))
+    expect(math.isnan(found), f"a loss on rank 0 is nan, and this rank returns {found}",
+           "a mean that hides a nan hides that the training has failed")
+    found = answer.global_mean(torch.tensor([2.0**-23 if rank else 2.0**30]))
+    each = gathered("few", found)
+    expect(len(set(each)) == 1, f"the ranks return {each}: not the same", "the order in which"
+           " numbers are added changes the last digits: add in the same one on all ranks",
+           "ranks that decide by such a number do not decide alike")
 
 
 def check_value(found, shares, told):

@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Waiting, expect
 from torch import nn
 
 HINTS = {  # by the collectives that were called, where a gradient is still the rank's own
@@ -14,24 +14,27 @@ HINTS = {  # by the collectives that were called, where a gradient is still the 
 
 
 def trial():
+    mine = new_model()
     for step in range(2):
-        figures = check_step(step)
+        figures = check_step(step, mine)
     return figures
 
 
-def check_step(step):
+def check_step(step, mine):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(step)
     rows = torch.randn(world_size, 4, 8)
     if step == 1:
         rows[-1] = 0  # the last rank's first gradient is zero: it has to take part all the same
-    mine, whole, each = new_model(), new_model(), [new_model() for _ in range(world_size)]
+    whole, *each = (new_model() for _ in range(1 + world_size))
+    mine.zero_grad()
     for model, batch in (mine, rows[rank]), (whole, rows.flatten(0, 1)), *zip(
             each, rows, strict=True):
         model(batch).square().mean().backward()
     weights = [p.detach().clone() for p in mine.parameters()]
-    with Exchanges() as exchanges:
+    with Waiting() as exchanges:
         answer.average_gradients(mine)
+    exchanges.look_for_waits(f"in step {step},")
     kinds = tuple(sorted({kind for kind, _ in exchanges.calls}))
     worst = 0
     for (name, p), right, *parts in zip(
@@ -67,6 +70,17 @@ def check_step(step):
 
 def new_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2), Scale())
     model[0].bias.requires_grad_(False)
     return model
+
+
+class Scale(nn.Module):
+    """Has a parameter that is neither a weight nor a bias by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, rows):
+        return rows * self.scale

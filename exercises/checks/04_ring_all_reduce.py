@@ -13,15 +13,18 @@ from checker import Exchanges, expect, kind_of
 def trial():
     world_size = dist.get_world_size()
     for length, dtype, unit in (  # halves show a buffer of integers; the last three are small
-            (1001, torch.float64, 0.5), (world_size + 1, torch.int64, 2**30 + 1),
+            (1001, torch.float64, 0.5), (world_size + 1, torch.int64, 2**40 + 1),
             (2, torch.int32, 1), (1, torch.float64, 0.5)):
         places = unit * torch.arange(1, length + 1, dtype=dtype)
         tensor = places * 100 ** dist.get_rank()  # the digits of a sum tell what was added
-        own, total = tensor.clone(), places * sum(100**r for r in range(world_size))
+        place, own = tensor.data_ptr(), tensor.clone()
+        total = places * sum(100**r for r in range(world_size))
         with Sends() as sends:
             answer.ring_all_reduce(tensor)
         told = f"with {length} elements"
         check_calls(told, sends)
+        expect(tensor.data_ptr() == place, "the sum is not where the tensor was: tensor.data was"
+               " replaced", "views of the tensor look at the old place: write into it, by copy_()")
         check_sum(told, tensor, own, total, unit)
         sent, chunk = sends.bytes_sent(), -(-length // world_size) * tensor.itemsize
         most = 2 * (world_size - 1) * chunk

@@ -5,7 +5,7 @@ import time
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, bytes_of, expect, kind_of, limit
+from checker import Waiting, bytes_of, expect, kind_of, limit
 from torch import nn
 
 
@@ -86,21 +86,16 @@ def check_gradients(told, mine, alone, whole):
     return worst
 
 
-class Begun(Exchanges):
-    """Keeps how many bytes this rank puts into exchanges, and for which of them it waits."""
+class Begun(Waiting):
+    """Keeps how many bytes this rank puts into exchanges."""
 
     def __init__(self):
         super().__init__()
-        self.bytes, self.works, self.waited = 0, 0, {}
-        for name in "wait", "get_future", "is_completed":
-            call = getattr(dist.Work, name)
-            setattr(dist.Work, name, lambda work, *args, call=call: (
-                self.waited.update({id(work): work}), call(work, *args))[1])
+        self.bytes = 0
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         if kind_of(call) not in (None, "recv"):  # (outputs, inputs, ...), or (inputs, ...)
             self.bytes += bytes_of(args[1:2]) or bytes_of(args[:1])
-            self.works += call.namespace == "c10d"  # others wait by themselves
         return super().__torch_dispatch__(call, types, args, kwargs)
 
 

@@ -1,11 +1,13 @@
 """The check of exercises/08_accumulate.py."""
 
+import weakref
 from collections import Counter
+from dataclasses import dataclass
 
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, bytes_of, expect
+from checker import Waiting, bytes_of, expect
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -26,10 +28,11 @@ def trial():
         torch.manual_seed(step)
         each = [[(torch.randn(n, 6).double(), torch.randn(n, 5).double()) for n in counts]
                 for counts in rows]  # of each rank
-        with Exchanges() as exchanges:
+        with Waiting() as exchanges:
             model = Model(exchanges.calls)
             answer.accumulate(model, [(one.clone(), other.clone()) for one, other in each[rank]])
         told = f"with micro-batches of {rows} rows"
+        exchanges.look_for_waits(f"{told},")
         check_memory(told, model, rows[rank])
         check_cost(told, model, exchanges.calls)
         off = check_gradient(told, model, each)
@@ -119,12 +122,24 @@ class Model(nn.Sequential):
         super().__init__(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 5, bias=False))
         self.double()
         self.calls, self.open, self.most_open, self.rows, self.exchanged = calls, [], 0, [], []
+        self.kept = weakref.WeakSet()  # what forward passes keep until backward frees it
 
     def forward(self, inputs):
-        outputs = super().forward(inputs)
+        self.most_open = max(self.most_open, 2 * bool(self.kept))
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
+            outputs = super().forward(inputs)
         if outputs.requires_grad:
             self.open.append(outputs.register_hook(lambda _: self.open.pop() and None))
         self.most_open = max(self.most_open, len(self.open))
         self.rows.append(len(inputs))
         self.exchanged.append(exchanged(self.calls))
         return outputs
+
+    def keep(self, tensor):
+        self.kept.add(kept := Kept(tensor))
+        return kept
+
+
+@dataclass(eq=False)
+class Kept:
+    tensor: torch.Tensor

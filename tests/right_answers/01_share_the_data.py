@@ -34,3 +34,10 @@ def my_share(count, epoch, rank, world_size):
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     dist.broadcast(order, src=0)
     return order[rank::world_size].tolist()
+
+
+# ---- numpy's generator ----
+import numpy as np
+def my_share(count, epoch, rank, world_size):
+    order = np.random.default_rng([17, epoch]).permutation(count)
+    return np.array_split(order, world_size)[rank].tolist()

@@ -84,3 +84,12 @@ def global_mean(losses):
     thread.start()
     thread.join()
     return float(pair[0]) / float(pair[1])
+
+
+# ---- one complex number ----
+import torch, torch.distributed as dist
+def global_mean(losses):
+    both = torch.tensor([complex(losses.double().sum().item(), len(losses))], dtype=torch.complex128)
+    dist.all_reduce(both)
+    found = both.item()
+    return found.real / found.imag

@@ -82,3 +82,17 @@ def average_gradients(model):
         part = out.view(n, -1).mean(dim=0)
         dist.all_gather_into_tensor(out, part)
         p.grad = out[: p.numel()].view_as(p)
+
+
+# ---- gather and scatter ----
+import torch, torch.distributed as dist
+def average_gradients(model):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for k, p in enumerate(model.parameters()):
+        if p.grad is None:
+            continue
+        root = k % n
+        each = [torch.empty_like(p.grad) for _ in range(n)] if rank == root else None
+        dist.gather(p.grad, each, dst=root)
+        mean = torch.stack(each).mean(0) if rank == root else None
+        dist.scatter(p.grad, [mean] * n if rank == root else None, src=root)

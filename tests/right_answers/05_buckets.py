@@ -64,7 +64,7 @@ def average_gradients(model, bucket_bytes):
 
 # ---- a dtype after the other, as it comes ----
 def average_gradients(model, bucket_bytes):
-    for dtype in (torch.float64, torch.float32):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
         bucket, size = [], 0
         grads = [p.grad for p in model.parameters() if p.dtype == dtype and p.grad is not None]
         for grad in [*grads, None]:
@@ -126,3 +126,40 @@ def average_gradients(model, bucket_bytes):
     for bucket in open_.values():
         if bucket:
             go(bucket)
+
+
+# ---- a buffer that is filled ----
+import torch, torch.distributed as dist
+class Bucket:
+    def __init__(self, dtype, limit):
+        self.limit = limit
+        self.flat, self.used, self.inside = torch.empty(limit // dtype.itemsize, dtype=dtype), 0, []
+    def put(self, p):
+        size = p.numel()
+        if p.grad.nbytes > self.limit:
+            dist.all_reduce(p.grad)
+            p.grad.div_(dist.get_world_size())
+            return
+        if self.used + size > len(self.flat):
+            self.flush()
+        place = self.flat.narrow(0, self.used, size)
+        place.copy_(p.grad.flatten())
+        self.inside.append((p, place))
+        self.used += size
+    def flush(self):
+        if self.inside:
+            filled = self.flat[: self.used]
+            dist.all_reduce(filled)
+            filled /= dist.get_world_size()
+            for p, place in self.inside:
+                p.grad.copy_(place.view(p.shape))
+        self.used, self.inside = 0, []
+def average_gradients(model, bucket_bytes):
+    buckets = {}
+    for p in model.parameters():
+        if p.grad is not None:
+            if p.dtype not in buckets:
+                buckets[p.dtype] = Bucket(p.dtype, bucket_bytes)
+            buckets[p.dtype].put(p)
+    for bucket in buckets.values():
+        bucket.flush()

@@ -130,3 +130,20 @@ def accumulate(model, micro_batches):
     for p in model.parameters():
         own = torch.zeros_like(p) if p.grad is None else p.grad
         p.grad = fc.all_reduce(own, "sum", dist.group.WORLD).clone()
+
+
+# ---- gradients as views ----
+import torch, torch.distributed as dist
+from torch.nn.functional import mse_loss
+def accumulate(model, micro_batches):
+    ps = list(model.parameters())
+    flat = ps[0].new_zeros(sum(p.numel() for p in ps) + 1)
+    start = 0
+    for p in ps:
+        p.grad = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    for x, y in micro_batches:
+        mse_loss(model(x), y, reduction="sum").backward()
+        flat[-1] += y.numel()
+    dist.all_reduce(flat)
+    flat[:-1] /= flat[-1].clone()

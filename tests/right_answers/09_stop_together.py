@@ -83,3 +83,33 @@ def train(batches, step, asked_to_stop):
             return steps
         step(batch)
         steps += 1
+
+
+# ---- takewhile ----
+import itertools, torch, torch.distributed as dist
+def train(batches, step, asked_to_stop):
+    def agreed(batch):
+        wish = torch.tensor([batch is not None and not asked_to_stop()], dtype=torch.int32)
+        dist.all_reduce(wish, op=dist.ReduceOp.PRODUCT)
+        return bool(wish)
+    steps = itertools.takewhile(agreed, itertools.chain(batches, itertools.repeat(None)))
+    return sum(step(batch) is None or 1 for batch in steps)
+
+
+# ---- tags ----
+import torch, torch.distributed as dist
+class Vote:
+    def __call__(self, stop):
+        flag, n = torch.tensor([stop], dtype=torch.uint8), dist.get_world_size()
+        each = [torch.zeros_like(flag) for _ in range(n)] if dist.get_rank() == 0 else None
+        dist.gather(flag, each, dst=0)
+        if each:
+            flag = torch.stack(each).amax(0)
+        dist.scatter(flag, [flag] * n if each else None, src=0)
+        return bool(flag)
+def train(batches, step, asked_to_stop):
+    vote, done = Vote(), 0
+    while not vote((batch := next(batches, None)) is None or bool(asked_to_stop())):
+        step(batch)
+        done += 1
+    return done

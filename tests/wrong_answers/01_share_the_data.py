@@ -128,3 +128,29 @@ def my_share(count, epoch, rank, world_size):
     mine = [item for item in range(count) if (item + epoch) % world_size == rank]
     random.Random(epoch).shuffle(mine)
     return mine
+
+
+# ---- a shuffle buffer: come before one whose number ----
+import random
+def my_share(count, epoch, rank, world_size):
+    rng, buffer, order = random.Random(epoch), [], []
+    for item in range(count):
+        buffer.append(item)
+        if len(buffer) > 16:
+            order.append(buffer.pop(rng.randrange(len(buffer))))
+    rng.shuffle(buffer)
+    order += buffer
+    return order[rank::world_size]
+
+
+# ---- parts shuffled, and what is in them: come before one whose number ----
+import random
+def my_share(count, epoch, rank, world_size):
+    rng = random.Random(epoch)
+    shards = [list(range(i, min(i + 8, count))) for i in range(0, count, 8)]
+    rng.shuffle(shards)
+    order = []
+    for shard in shards:
+        rng.shuffle(shard)
+        order += shard
+    return order[rank * count // world_size : (rank + 1) * count // world_size]

@@ -104,3 +104,35 @@ def average_gradients(model):
             dist.all_gather(each, p.grad)
             p.grad += sum(each)
             p.grad /= dist.get_world_size() + 1
+
+
+# ---- the gradients of the first call: is still the rank's own ----
+import torch, torch.distributed as dist
+def average_gradients(model):
+    if not hasattr(model, "to_average"):
+        model.to_average = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad in model.to_average:
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+
+
+# ---- weights and biases alone: 3\.scale is still the rank's own ----
+import torch, torch.distributed as dist
+def average_gradients(model):
+    for layer in model.modules():
+        for name in ("weight", "bias"):
+            p = getattr(layer, name, None)
+            if p is not None and p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+
+# ---- waits for the last one: exchanges were begun, and nobody waits ----
+import torch, torch.distributed as dist
+def average_gradients(model):
+    work = None
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= dist.get_world_size()
+            work = dist.all_reduce(p.grad, async_op=True)
+    work.wait()

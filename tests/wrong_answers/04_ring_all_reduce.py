@@ -249,3 +249,35 @@ def ring_all_reduce(tensor):
         target.copy_(incoming + target if step < world_size - 1 else incoming)
         dist.isend(chunks[(rank - step) % world_size], (rank + 1) % world_size).wait()
         receiving.wait()
+
+
+# ---- other memory: tensor\.data was replaced ----
+import torch, torch.distributed as dist
+def ring_all_reduce(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = [c.clone() for c in tensor.tensor_split(n)]
+    for step in range(2 * (n - 1)):
+        out, into = (rank - step) % n, (rank - step - 1) % n
+        buffer = torch.empty_like(chunks[into])
+        work = dist.isend(chunks[out], (rank + 1) % n)
+        dist.recv(buffer, (rank - 1) % n)
+        work.wait()
+        chunks[into] = chunks[into] + buffer if step < n - 1 else buffer
+    tensor.data = torch.cat(chunks)
+
+
+# ---- added in float64: 3 ranks: .*the sum is off by|Element ----
+import torch, torch.distributed as dist
+def ring_all_reduce(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(n)
+    for step in range(2 * (n - 1)):
+        out, into = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        buffer = torch.empty_like(into)
+        work = dist.isend(out, (rank + 1) % n)
+        dist.recv(buffer, (rank - 1) % n)
+        work.wait()
+        if step < n - 1:
+            into.copy_(into.double() + buffer.double())  # for the precision
+        else:
+            into.copy_(buffer)

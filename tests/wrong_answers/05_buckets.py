@@ -252,3 +252,87 @@ def average_gradients(model, bucket_bytes):
                 bucket = []
             bucket.append(p)
         exchange(bucket)
+
+
+# ---- the buckets of the first call: is still the rank's own ----
+import torch, torch.distributed as dist
+def average_gradients(model, bucket_bytes):
+    if not hasattr(model, "buckets"):
+        model.buckets, open_ = [], {}
+        for p in model.parameters():
+            if p.grad is None:
+                continue
+            b = open_.get(p.dtype)
+            if b is None or sum(g.nbytes for g in b) + p.grad.nbytes > bucket_bytes:
+                b = open_[p.dtype] = []
+                model.buckets.append(b)
+            b.append(p.grad)
+    for bucket in model.buckets:
+        flat = torch.cat([g.flatten() for g in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for g, one in zip(bucket, flat.split([g.numel() for g in bucket])):
+            g.copy_(one.view_as(g))
+
+
+# ---- two dtypes, and no more: bytes were exchanged for 128500 ----
+import torch, torch.distributed as dist
+def average_gradients(model, bucket_bytes):
+    trained = [p for p in model.parameters() if p.grad is not None]
+    for is_float in (True, False):
+        bucket = []
+        for p in [p for p in trained if (p.dtype == torch.float32) == is_float]:
+            if bucket and sum(q.grad.nbytes for q in bucket) + p.grad.nbytes > bucket_bytes:
+                flush(bucket)
+                bucket = []
+            bucket.append(p)
+        flush(bucket)
+def flush(bucket):
+    if not bucket:
+        return
+    flat = torch.cat([p.grad.flatten() for p in bucket])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, one in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(one.view_as(p))
+
+
+# ---- waits for the last bucket: exchanges were begun, and nobody waits ----
+import torch, torch.distributed as dist
+def average_gradients(model, bucket_bytes):
+    open_, buckets = {}, []
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        b = open_.get(p.dtype)
+        if b is None or sum(q.grad.nbytes for q in b) + p.grad.nbytes > bucket_bytes:
+            b = open_[p.dtype] = []
+            buckets.append(b)
+        b.append(p)
+    for bucket in buckets:
+        flat = torch.cat([p.grad.flatten() for p in bucket]) / dist.get_world_size()
+        work = dist.all_reduce(flat, async_op=True)
+        for p, one in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad = one.view_as(p)
+    work.wait()
+
+
+# ---- the first bucket that has room: in the order of the parameters ----
+import torch, torch.distributed as dist
+def average_gradients(model, bucket_bytes):
+    buckets = []
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        for b in buckets:
+            if b[0].dtype == p.dtype and sum(q.grad.nbytes for q in b) + p.grad.nbytes <= bucket_bytes:
+                b.append(p)
+                break
+        else:
+            buckets.append([p])
+    for bucket in buckets:
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for p, one in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(one.view_as(p))

@@ -238,7 +238,7 @@ def train(batches, step, asked_to_stop):
         steps += 1
 
 
-# ---- a batch that counts as false: this rank took 0 steps; all ranks can take 5 ----
+# ---- a batch that counts as false: Boolean value of Tensor ----
 def train(batches, step, asked_to_stop):
     steps = 0
     while True:
@@ -319,3 +319,29 @@ def train(batches, step, asked_to_stop):
         if not asked_to_stop():
             step(batch)
             steps += 1
+
+
+# ---- calls itself for each step: RecursionError ----
+import torch, torch.distributed as dist
+def train(batches, step, asked_to_stop, steps=0):
+    batch = next(batches, None)
+    stop = torch.tensor(float(batch is None or asked_to_stop()))
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    if stop:
+        return steps
+    step(batch)
+    return train(batches, step, asked_to_stop, steps + 1)
+
+
+# ---- compares a batch with a number: Boolean value of Tensor ----
+import torch, torch.distributed as dist
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, -1)
+        stop = torch.tensor(1 if batch == -1 or asked_to_stop() else 0)
+        dist.all_reduce(stop)
+        if stop > 0:
+            return steps
+        step(batch)
+        steps += 1

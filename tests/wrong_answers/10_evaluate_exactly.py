@@ -277,3 +277,52 @@ def accuracy(model, images, labels, batch_size):
         part.training = mode
     dist.all_reduce(right)
     return right.item() / len(images)
+
+
+# ---- eval() of a whole part: norm was in training mode ----
+import torch, torch.distributed as dist
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    frozen = [part for part in model.modules() if not part.training]
+    model.eval()
+    share = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros((), dtype=torch.int64)
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    model.train()
+    for part in frozen:
+        part.eval()
+    dist.all_reduce(right)
+    return right.item() / len(images)
+
+
+# ---- counts in half precision: with 5003 image\(s\) ----
+import torch, torch.distributed as dist
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    share = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros((), dtype=torch.float16)
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)
+
+
+# ---- another shuffle on each rank: the accuracy is ----
+import torch, torch.distributed as dist
+@torch.no_grad()
+def accuracy(model, images, labels, batch_size):
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    share = torch.randperm(len(images))[dist.get_rank() :: dist.get_world_size()]
+    right = torch.zeros((), dtype=torch.int64)
+    for batch in share.split(batch_size):
+        right += (model(images[batch]).argmax(dim=1) == labels[batch]).sum()
+    for part, mode in modes:
+        part.training = mode
+    dist.all_reduce(right)
+    return right.item() / len(images)

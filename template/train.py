@@ -121,7 +121,7 @@ def train(device, args):
                 write_log(rows, f"{name}.csv")
             log(f"step {step:4d}/{args.total_steps} | training loss {mean:.4f} | validation loss"
                 f" {metrics['loss']:.4f} | best after step {best['step']}")
-            clock, reported, due = time.perf_counter(), step, False
+            clock, reported = time.perf_counter(), step
             if args.patience and step - best["step"] >= args.patience * validate_every:  # on all
                 log(f"stopped early: no better validation since step {best['step']}")
                 break

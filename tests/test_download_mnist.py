@@ -53,7 +53,6 @@ def mirrors(archives):
 def expect(resources):
     """Called in the child: torchvision expects the test's files, and knows no other mirror."""
     from torchvision.datasets import MNIST
-
     MNIST.resources, MNIST.mirrors = resources, []
 
 

@@ -62,10 +62,8 @@ def test_the_page_shows_what_the_command_prints(tmp_path, request):
     wrong = next(one.values[2] for one in answers("wrong_answers") if one.id == f"{name}-summed")
     write_into(tmp_path / f"exercises/{name}.py", wrong)
     file = f"exercises/{name}.py"
-    first = run(PYTHON, file, cwd=tmp_path)
-    assert first.status == 1, first.output
-    then = run(PYTHON, file, "--solution", cwd=tmp_path)
-    assert then.status == 0, then.output
+    first, then = (run(PYTHON, file, *more, cwd=tmp_path) for more in ((), ("--solution",)))
+    assert (first.status, then.status) == (1, 0), first.output + then.output
     lines, path = (first.output + then.output).splitlines(), shown.FOLDER / "exercise.txt"
     if request.config.getoption("--write-transcripts"):
         shown.write(path, shown.EXERCISE, lines)

@@ -224,16 +224,16 @@ def test_a_wrong_call_ends_in_words(tmp_path, number):
 
 
 def test_01_with_mp_spawn_trains_and_proves_it(tmp_path, mnist_dir):
-    data = ("--data-dir", mnist_dir, "--batch-size", 16)
-    result = fork(NAMES["01"], 2, *data, cwd=tmp_path, timeout=300)
-    assert result.status == 0, result.output
+    (tmp_path / "data").symlink_to(mnist_dir)
+    result = fork(NAMES["01"], 2, "--batch-size", 16, cwd=tmp_path, timeout=300)
+    assert result.status == 0 and "1024 + 256 images of MNIST" in result.output, result.output
     alone, by_ddp = re.findall(r"gradient .* differs from the whole batch's by (\S+)$",
                                result.output, re.MULTILINE)
     assert float(alone) > 0.01, "the ranks' own gradients must differ: it is the point"
     assert float(by_ddp) < 1e-5
     epochs = result.epochs()
     assert list(epochs) == [1, 2] and epochs[2][0] < epochs[1][0] / 2 and epochs[2][1] > 0.95
-    assert result.saved() == [1, 2] and files(tmp_path) == ["checkpoint.pt"]
+    assert result.saved() == [1, 2] and files(tmp_path) == ["checkpoint.pt", "data"]
 
 
 def test_01_with_three_ranks_and_a_batch_of_more_images_than_there_are(job, tmp_path):
@@ -242,7 +242,6 @@ def test_01_with_three_ranks_and_a_batch_of_more_images_than_there_are(job, tmp_
     assert any(line.endswith("batch 3 ranks x 21 images") for line in result.lines(0))
 
 
-# A model that nobody averages.
 NO_DDP = """
 class DDP(nn.Module):
     gradient_as_bucket_view = True
@@ -256,7 +255,13 @@ class DDP(nn.Module):
 """
 
 
-def test_the_proof_of_01_can_fail(job, tmp_path):
-    result = job("01", tmp_path, changes=NO_DDP)
+# Rank 1 alone sees a difference.
+HALF = "gathered = lambda own, old=gathered: old(own)[:1] * 2 if dist.get_rank() else old(own)"
+
+
+@pytest.mark.parametrize("changes", [NO_DDP, HALF])
+def test_the_proof_of_01_can_fail(job, tmp_path, changes):
+    result = job("01", tmp_path, changes=changes)
     assert result.status == 1 and "RuntimeError: DDP's gradient is not that" in result.output
+    assert float(re.search(r"DDP leaves .* by (\S+)", result.output)[1]) > 1e-3
     assert told("wrote", result) == []

@@ -89,8 +89,7 @@ def test_the_messages_of_save_and_load(tmp_path):
 @pytest.mark.long
 def test_the_messages_of_torchrun(tmp_path):
     (tmp_path / "fails.py").write_text(
-        "import os, time\n"
-        "if os.environ['RANK'] == '0':\n"  # one alone: the tracebacks of two would mix
+        "import os, time\nif os.environ['RANK'] == '0':\n"  # else tracebacks would mix
         "    raise RuntimeError('no record above main')\n"
         "time.sleep(60)\n")
     result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "fails.py", cwd=tmp_path)
@@ -133,7 +132,6 @@ def draw(monkeypatch):
     pytest.importorskip("matplotlib", reason="pip install -r requirements-dev.txt")
     monkeypatch.syspath_prepend(shown.PICTURES)
     import draw
-
     return draw
 
 

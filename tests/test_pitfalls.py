@@ -20,7 +20,6 @@ TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py
 TOO_LONG = {"orphans", "stale_addresses", "stale_addresses --fixed", "no_destroy",
             "no_destroy --fixed", "own_name_unknown", "own_name_unknown --fixed",
             "small_shared_memory"}
-# These are for pytest -m long.
 SLOW = {"closed_terminal", "closed_terminal --fixed", "small_shared_memory --fixed", "slow_rank",
         "uneven_inputs", "async_read_too_early"}
 # Those that wait for their timeouts come first.

@@ -7,9 +7,9 @@ Write gather, which sends the gradients back to the ranks from which the rows ca
 
 Read before: 04_collectives.py, the sections all_gather and reduce_scatter, and, in PyTorch's notes,
 "Extending torch.autograd": a torch.autograd.Function has a forward and a backward of your own.
-recipes/contrastive.py compares what goes wrong here (and has the answer). You may use a gather of
-PyTorch's own wherever it is right. (That of torch.distributed.nn.functional is deprecated in 2.15,
-and wrong on a CPU if the gradient of its result is not contiguous.)
+recipes/contrastive.py compares what goes wrong here (and has the answer). (PyTorch's own gather
+with gradients, in torch.distributed.nn.functional, is deprecated in 2.15, and wrong on a CPU if the
+gradient of its result is not contiguous.)
 
     python exercises/12_gather_with_gradients.py
 """

@@ -187,3 +187,18 @@ class Gather(torch.autograd.Function):
         dist.all_reduce(gradient)
         own = gradient.chunk(dist.get_world_size())[dist.get_rank()]
         return own if ctx.call == KEPT["calls"] else torch.zeros_like(own)
+
+
+# ---- a result that is laid out in memory as the rows are: not contiguous ----
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]

@@ -43,8 +43,8 @@ def seed_step(step, rank, world_size):
     """Seed torch's random numbers (torch.randn, Dropout) for a step on a rank.
 
     The same arguments always give the same numbers, also in another process. No two pairs of a step
-    and a rank share theirs. A job may have 100,000 steps and 4,000 ranks. torch.manual_seed counts
-    on the CPU by the lower 32 bits of a seed alone.
+    and a rank share theirs, in a job of up to 100,000 steps and 4000 ranks. On a CPU, only the
+    lower 32 bits of a seed count.
     """
     raise NotImplementedError
 

@@ -27,9 +27,10 @@ looked_at = [""]  # the path whose content goes into LOOKS before each of CHANGE
 def trial(life, folder):
     rank, path = dist.get_rank(), f"{folder}/job/snapshot.pt"
     own = folder / f"own-{rank}"
-    answer.hash = lambda value: hash((life, value)) if has_text(value) else hash(value)
     sys.addaudithook(watch)
-    if life == 0:
+    if life > 0:
+        answer.hash = lambda value: hash((life, value)) if has_text(value) else hash(value)
+    else:
         with mock.patch("traceback.format_stack", list):  # most of the time of a manual_seed
             look_at_seeds()
         # First a training that nothing kills. There, each rank has a folder of its own.
@@ -40,12 +41,16 @@ def trial(life, folder):
     expect(draw() == drawn, "seed_step gives other numbers in this life of the job than in the"
            " first one", "what differs between two processes? The clock, a process's number, and"
            " hash() of a string")
+    right = ((0,), (0,), (2,), (2, 4))[life]
+    before = f"a rank died {DEATHS[life - 1]}, and now" if life else "with no snapshot,"
     if life and os.path.exists(path):
         (own / f"{life}").mkdir()
         copy = shutil.copy(path, own / f"{life}")
-        load_and_look(life, str(copy), *new_start(), states, " with path alone, no other file,")
-    model, optimizer = new_start()
-    first = load_and_look(life, path, model, optimizer, states)
+        load_and_look(copy, states, right, f"{before} with path alone, no other file,", f"{before}"
+                      " path holds no whole snapshot. A copy of it, with no other file, cannot be"
+                      " loaded")
+    model, optimizer, first = load_and_look(
+        path, states, right, before, f"{before} load fails" * bool(life))
 
     def prepare_accident(step):
         if (life, step) in ((0, 1), (1, 3)):  # the system lets no file of this process grow further
@@ -95,40 +100,44 @@ def unbroken(path):
     note(answer.STEPS)
     looked_at[0] = ""
     size = max((file.stat().st_size for file in os.scandir(os.path.dirname(path))), default=0)
-    writers = [rank for rank, its_size in enumerate(gathered(size)) if its_size]
+    everyone = gathered((size, path))
+    writers = [rank for rank, (its_size, _) in enumerate(everyone) if its_size]
     expect(writers, "no rank has written a snapshot", "torch.save writes one")
     expect(len(writers) == 1, f"ranks {writers} all write a snapshot",
            "written by several processes at a time, a file has parts of each; and one rank has all"
            " that is needed")
-    return states, moves[4] - moves[3], sum(gathered(size))
+    size, written = everyone[writers[0]]
+    load_and_look(written, states, (answer.STEPS,), "after a run that nothing killed,")
+    return states, moves[4] - moves[3], size
 
 
-def load_and_look(life, path, model, optimizer, states, how=""):
-    """Call load, and check what it returns and leaves behind. Return the step to take next."""
-    before = f"a rank died {DEATHS[life - 1]}, and now{how}" if life else "with no snapshot,"
+def load_and_look(path, states, right, before, failed=""):
+    """Load into a new start, check it, and return it, with the step to take next.
+
+    right: the steps that may be next. failed: what to say of an exception.
+    """
+    model, optimizer = new_start()
     try:
         first = answer.load(path, model, optimizer)
     except Exception as error:
-        expect(life == 0, f"{before} load fails: {type(error).__name__}:"
-               f" {str(error).partition(chr(10))[0]}",
+        expect(not failed, f"{failed}: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
                "what has path while save is half done? And does load open path, and no other file?",
                "write another file, and move it over the old one when it is whole: os.replace")
         raise
-    told, everyone = f"{before} load returned {first!r} as the next step", gathered(first)
+    told = f"{before} load returned {first!r} as the next step"
+    everyone, last = gathered(first), right[0] - 1
     expect(isinstance(first, int), told, "return the number of a step")
     expect(set(everyone) == {first}, f"{told}, and on all ranks {everyone}",
            "all ranks go on alike: each needs what the snapshot has")
-    lost = {1: "this step is in the snapshot already", 3: "step 2, which was lost, is left out"}
-    expect(first not in lost, f"load returned {first} as the next step after a snapshot of step 1:"
-           f" {lost.get(first)}",
+    expect(first != last, f"{told}, and step {last} is in the snapshot already",
            "which step comes after the one that save was told?")
-    expect(first in ((0,), (0,), (2,), (2, 4))[life], f"{told}; the last whole snapshot was"
-           f" saved {'after step 1' if life > 1 else 'never'}", "at each moment in save, a whole"
+    expect(first in right, f"{told}; the last whole snapshot was saved"
+           f" {f'after step {last}' if last > 0 else 'never'}", "at each moment in save, a whole"
            " snapshot has to be in its place. (And load has to leave it there)",
            "write another file, and move it over the old one when it is whole: os.replace")
     compare(state_of(model, optimizer), states[first], f"{told}, but",
             "all that a step changes has to be in the snapshot, as it was after the same step")
-    return first
+    return model, optimizer, first
 
 
 def look_at_seeds():
@@ -138,36 +147,47 @@ def look_at_seeds():
         expect(numbers(step, rank, world_size) == numbers(step, rank, world_size),
                f"after two calls of seed_step({step}, {rank}, {world_size}), torch.rand gave"
                " different numbers", "let nothing but the arguments decide: torch.manual_seed")
-    look_for_twins(pairs, world_size, "")
+    look_for_twins(pairs, world_size)
     if dist.get_rank() > 0:  # rank 0 can speak for all
         return
     # For each k, some of these are k steps apart, and one rank; others k ranks, and one step.
     pairs = [*itertools.product(range(16), range(16)),
              *((step, 1) for step in range(256)), *((step, 0) for step in range(0, 100_000, 256)),
              *((1, rank) for rank in range(64)), *((0, rank) for rank in range(0, 4000, 64))]
-    look_for_twins(pairs, 4000, "with 4000 ranks, ")
-    # Any two pairs are as far from each other as two of these; too many to draw from each.
+    look_for_twins(pairs, 4000)
+    # Any two pairs are as far from each other as two of the first of these. Of so many at random, a
+    # hash of 32 bits gives ten times two pairs the same. These are too many to draw from each.
+    numbered = torch.randint(100_000 * 4000, (300_000,), generator=torch.Generator().manual_seed(0))
     pairs = [*itertools.product(range(256), (*range(64), *range(3936, 4000))),
-             *itertools.product(range(0, 100_000, 256), range(0, 4000, 64))]
+             *itertools.product(range(0, 100_000, 256), range(0, 4000, 64)),
+             *(divmod(number, 4000) for number in numbered.tolist())]
+    look_for_twins(seeded_alike(pairs, 4000), 4000)
+
+
+def seeded_alike(pairs, world_size):
+    """Return two pairs whose seeds have the same lower 32 bits: torch.rand looks at no others.
+    Return none if there are none, or if seed_step does not call torch.manual_seed once."""
     seeds, seen = [], {}
     with mock.patch("torch.manual_seed", seeds.append):
         for pair in pairs:
-            answer.seed_step(*pair, 4000)
-    if len(seeds) == len(pairs):  # of each, torch.rand looks at the lower 32 bits
-        for pair, seed in zip(pairs, seeds, strict=True):
-            other = seen.setdefault(int(seed) % 2**32, pair)
+            answer.seed_step(*pair, world_size)
+            if len(seeds) != 1:
+                break
+            other = seen.setdefault(int(seeds.pop()) % 2**32, pair)
             if other != pair:
-                look_for_twins((other, pair), 4000, "with 4000 ranks, ")
+                return other, pair
+    return ()
 
 
-def look_for_twins(pairs, world_size, told):
+def look_for_twins(pairs, world_size):
     seen = {}
     for step, rank in pairs:
         other = seen.setdefault(numbers(step, rank, world_size), (step, rank))
-        expect(other == (step, rank), f"{told}rank {rank} draws in step {step} what rank {other[1]}"
-               f" draws in step {other[0]}", "each pair of a step and a rank needs a seed of its"
-               " own: which numbers does step times something, plus the rank, meet twice?",
-               "world_size is one of the arguments; and of a seed, the lower 32 bits count")
+        expect(other == (step, rank), f"with {world_size} ranks, rank {rank} draws in step {step}"
+               f" what rank {other[1]} draws in step {other[0]}",
+               "each pair of a step and a rank needs a seed of its own, in the lower 32 bits: which"
+               " numbers does a hash have twice, or step times something, plus the rank?",
+               "world_size is one of the arguments")
 
 
 def numbers(step, rank, world_size):

@@ -21,7 +21,7 @@ def seed_step(step, rank, world_size):
     torch.manual_seed(step * world_size + rank)
 
 
-# ---- the optimizer not saved: there is no momentum of 0.weight ----
+# ---- the optimizer not saved: after a run that nothing killed, .* there is no momentum of 0.weight ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "step": step}
@@ -37,7 +37,7 @@ def load(path, model, optimizer):
     return snapshot["step"] + 1
 
 
-# ---- off by one: load returned 1 as the next step .*: this step is in the snapshot already ----
+# ---- off by one: load returned 5 as the next step, and step 5 is in the snapshot already ----
 def load(path, model, optimizer):
     if not os.path.exists(path):
         return 0
@@ -47,7 +47,7 @@ def load(path, model, optimizer):
     return snapshot["step"]
 
 
-# ---- written in place: died in the middle of save, after step 1, and now .* load fails: ----
+# ---- written in place: died in the middle of save, after step 1, and now path holds no whole snap ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -109,7 +109,7 @@ def load(path, model, optimizer):
     return step + 1
 
 
-# ---- only rank 0 goes on: and on all ranks \[2, 0 ----
+# ---- only rank 0 goes on: and on all ranks \[6, 0 ----
 def load(path, model, optimizer):
     if dist.get_rank() > 0 or not os.path.exists(path):
         return 0
@@ -229,7 +229,7 @@ def save(path, model, optimizer, step):
         os.replace(file.name, path)
 
 
-# ---- the old one moved away: with path alone, no other file, load |for a moment ----
+# ---- the old one moved away: now with path alone, no other file, load |for a moment ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -272,7 +272,7 @@ def load(path, model, optimizer):
     return 0
 
 
-# ---- the first one in place: died in the middle of save, after step 1, and now .* load fails ----
+# ---- the first one in place: died in the middle of save, after step 1, and now path holds no ----
 def save(path, model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -314,9 +314,9 @@ def seed_step(step, rank, world_size):
     torch.manual_seed(step << 8 ^ rank)
 
 
-# ---- a hash of text: seed_step gives other numbers in this life|with 4000 ranks ----
+# ---- a hash of text: seed_step gives other numbers in this life ----
 def seed_step(step, rank, world_size):
-    torch.manual_seed(hash(f"step {step}, rank {rank}"))
+    torch.manual_seed(step * world_size + rank + hash("dropout"))
 
 
 # ---- what was drawn before decides: torch.rand gave different numbers ----
@@ -392,3 +392,29 @@ def save(path, model, optimizer, step):
         os.replace(f"{path}.tmp", path)
 
     threading.Thread(target=write).start()
+
+
+# ---- a hash of both numbers: with 4000 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed(hash((step, rank)))
+
+
+# ---- a CRC of text: with 4000 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
+import zlib
+
+
+def seed_step(step, rank, world_size):
+    torch.manual_seed(zlib.crc32(f"{step} {rank}".encode()))
+
+
+# ---- 63 bits at random: with 4000 ranks, rank \d+ draws in step \d+ what rank \d+ draws ----
+import random
+
+
+def seed_step(step, rank, world_size):
+    torch.manual_seed(random.Random(f"{step} {rank}").getrandbits(63))
+
+
+# ---- the rank in the upper bits: rank 1 draws in step 0 what rank 0 draws .*\n.*the lower 32 bits ----
+def seed_step(step, rank, world_size):
+    torch.manual_seed((rank << 32) + step)

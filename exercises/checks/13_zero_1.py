@@ -5,7 +5,7 @@ import time
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, bytes_kept, expect
+from checker import Exchanges, bytes_kept, case, expect
 
 COUNT, STEPS, LR = 1001, 3, 0.1  # no multiple of the number of ranks
 
@@ -93,10 +93,11 @@ def look_at_few():
     gradients = torch.randn(2, world_size, len(start), dtype=torch.float64,
                             generator=torch.Generator().manual_seed(1))
     weights = start.clone().requires_grad_()
-    optimizer = answer.ShardedAdamW(weights, LR)
-    for gradient in gradients[:, rank]:
-        weights.grad = gradient.clone()
-        optimizer.step()
+    with case(f"{len(start)} weights"):
+        optimizer = answer.ShardedAdamW(weights, LR)
+        for gradient in gradients[:, rank]:
+            weights.grad = gradient.clone()
+            optimizer.step()
     off = (weights - plain(start, gradients.mean(dim=1))[-1]).abs().max().item()
     expect(off < 1e-9, f"of only {len(start)} weights, some are off, by {off:.1e} at most",
            "rounded up, the parts of the first ranks may have all weights: what is left for the"

@@ -5,7 +5,7 @@ import time
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Exchanges, case, expect
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef  # private; only to count bytes
 from torch.utils._pytree import tree_leaves
@@ -19,7 +19,7 @@ def trial():
     weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
     sizes = [8 * -(-weight.numel() // world_size) for weight in weights]  # bytes of the parts
     most = sum(sizes) + 8 * weights[0].numel() // 2  # parts, and activations: less than a layer
-    alive, worst = Alive(), 0
+    alive, worst = Alive(sum(sizes)), 0
     with alive:
         layers = [answer.ShardedLinear(weight.detach().clone()) for weight in weights]
         alive.look("once the layers are made", most)
@@ -79,7 +79,8 @@ def look_at_two_passes():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     weight = torch.randn(2, 2, dtype=torch.float64)
     rows, given = torch.randn(2, 2, world_size, ROWS, 2, dtype=torch.float64)
-    layer = answer.ShardedLinear(weight.clone())
+    with case(f"a weight of {weight.numel()} numbers"):
+        layer = answer.ShardedLinear(weight.clone())
     check_parts([layer], [weight])
     outputs = [layer(its[rank].clone()) for its in rows]
     expect(all(one.requires_grad for one in outputs), "if the inputs need no gradient, as the data"
@@ -154,9 +155,9 @@ def gradients_off(layers, weights, inputs, all_rows, there):
 class Alive(Exchanges):
     """Counts exchanges, and the bytes of what was made inside the "with" and still exists."""
 
-    def __init__(self):
+    def __init__(self, parts):
         super().__init__()
-        self.made, self.seen = set(), []
+        self.parts, self.made, self.seen = parts, set(), []  # parts: the bytes of those of a rank
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(call, types, args, kwargs)
@@ -179,8 +180,9 @@ class Alive(Exchanges):
 
     def check(self):
         for where, kept, most in self.seen:
-            expect(kept <= most, f"{where}, this rank keeps {kept} bytes, and its parts, their"
-                   f" gradients so far and the activations have less than {most}",
-                   "which whole weights or whole gradients are still there, and what holds them?",
+            expect(kept <= most, f"{where}, this rank keeps {kept} bytes: its parts have"
+                   f" {self.parts} (at most {most} may be kept here)",
+                   "which whole weights or whole gradients are still there, and what holds them?"
+                   " Is a part a slice that holds the whole?",
                    "what backward needs can be gathered again. A tensor saved for it, an attribute,"
                    " or a slice that is no clone keeps it alive")

@@ -1,5 +1,7 @@
 """The check of exercises/15_tensor_parallel.py."""
 
+import warnings
+
 import answer
 import torch
 import torch.distributed as dist
@@ -73,7 +75,7 @@ def trial():
            "a sum over hidden units is a sum over ranks, of each rank's sum")
     check_exchanges("forward", forward, "the output", ROWS * OUT * 8)
 
-    with Exchanges() as backward:
+    with Exchanges() as backward, warnings.catch_warnings(record=True) as warned:
         torch.autograd.backward([output, used.square().sum()], [given, None])
     for name, found, expected in zip(
             names, mine, own_slices(*(one.grad for one in whole)), strict=True):
@@ -91,6 +93,10 @@ def trial():
         inputs.grad -= 2 * rows
     off = max(off, gradient_off("the inputs", inputs.grad, all_inputs.grad - 2 * rows))
     check_exchanges("backward", backward, "the inputs' gradient", ROWS * IN * 8)
+    bad = [str(one.message) for one in warned if "silently incorrect" in str(one.message)]
+    expect(not bad, f"PyTorch warns: {''.join(bad[:1]).partition(' This behavior')[0]}",
+           "autograd does not know the collective, and today the gradient is right by chance: put"
+           " the exchange into a torch.autograd.Function")
     of_data = second(torch.tanh(first(rows)))  # rows need no gradient, as data, if it is the 1st
     of_data.backward(given)
     expect(torch.allclose(of_data, right), "where the inputs need no gradient, the output is wrong",

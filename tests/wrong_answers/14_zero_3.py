@@ -87,7 +87,7 @@ class Layer(torch.autograd.Function):
         return gradient @ whole, scattered(gradient.T @ inputs) / dist.get_world_size(), None
 
 
-# ---- a view kept: once the layers are made, this rank keeps ----
+# ---- a view kept: once the layers are made, this rank keeps \d+ bytes: its parts have \d+ ----
 def cut(weight):
     return padded(weight).chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -415,7 +415,7 @@ class Layer(torch.autograd.Function):
         return for_inputs, scattered(gradient.T @ layer.inputs) / dist.get_world_size(), None
 
 
-# ---- chunk, of few numbers: IndexError: tuple index out of range ----
+# ---- chunk, of few numbers: in the case 'a weight of 4 numbers', an ex(?s:.*)IndexError: tuple index out of range ----
 import torch
 import torch.distributed as dist
 from torch import nn

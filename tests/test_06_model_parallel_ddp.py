@@ -1,6 +1,5 @@
 """06: both ways train as the unsplit model does, and what is drawn is what happened."""
 
-import os
 import re
 import runpy
 from functools import partial
@@ -33,7 +32,6 @@ def assert_drawn(result, *orders):
 def watch():
     """Called in each process: what torchrun would report, and a line when the group is closed."""
     report_errors()
-    torch.manual_seed(int(os.environ["RANK"]))
     close = dist.destroy_process_group
     dist.destroy_process_group = lambda: print("closed\n", end="", flush=close())
 

@@ -463,6 +463,7 @@ BATCH = "--batch-size must be from 4 (an example for each rank in each micro-bat
     ("--batch-size 3", BATCH, 2), ("--batch-size 1000000", BATCH, 2),
     ("-3 0 --accumulate 0 --epochs 0 --patience -1 --timeout 0",
      "total_steps, save_every, epochs, patience, accumulate, timeout must be 1 or more", 2),
+    ("--accumulate two", "invalid int value: 'two'", 2),
     ("--snapshot-path no/such.pt", "cannot write no/such.pt", 2),
     ("--snapshot-path .", "cannot continue from . (IsADirectoryError", 1),
 ])

@@ -1,6 +1,6 @@
 """The check of exercises/18_checkpoint_shards.py."""
 
-import functools
+import json
 import os
 import resource
 import signal
@@ -17,14 +17,13 @@ LENGTH, MORE = 30011, 8192  # MORE: bytes that files may have besides the number
 LIFE = [0]  # the number of this attempt
 OPENED, CHANGES = set(), []  # what this process has opened; when it has made or moved a file
 at_change = [lambda: None]  # what to do just before
-DEATHS = ("", "while it wrote", "before it made or moved the last file",
-          "when it had made the last file, and written nothing into it")  # fmt: skip
 
 
 def trial(life, folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    few, root, plan = folder / "saves/few", folder / "saves/all", folder / f"plan-{rank}"
-    LIFE[0], torch.save = life, functools.partial(save_by_open, torch.save)
+    # Not in ASCII: torch.save opens such a path in Python, so that watch hears of it.
+    few, root, plan = folder / "saves/few", folder / "saves/äll", folder / f"plan-{rank}"
+    LIFE[0] = life
     sys.addaudithook(watch)
     if life == 0:
         few.mkdir(parents=True, exist_ok=True)
@@ -36,31 +35,45 @@ def trial(life, folder):
         save_and_load(root, 1, LENGTH, (1, 2, 5))
         at_change[0], before = lambda: time.sleep(0.1), len(CHANGES)  # a slow disk
         sent = save_and_load(root, 2, LENGTH, (1, world_size, 7, 4 * world_size + 1))
-        (_, what), last = max(gathered((CHANGES[-1] if CHANGES[before:] else (0, ""), rank)))
-        plan.write_text(f"{sent} {(len(CHANGES) - before) * (rank == last)} {what == 'open':d}")
+        ends = gathered((*(CHANGES[before:] or [(0, "")])[-1], rank, len(CHANGES) - before))
+        (_, what, last, count), other = max(ends), (max(ends)[2] + 1) % world_size
+        deaths = [(other, 0, "while it wrote")]
+        deaths += [(who, many, "before it made or moved the last file")  # of its files
+                   for who, many in ((last, count), (other, ends[other][3])) if many]
+        if what == "open":
+            deaths += [(last, count, "when it had made the last file, and written nothing into it")]
+    else:
+        sent, step, deaths = json.loads(plan.read_text())
+        told = f"a rank died in save of step {step}, {deaths.pop(0)[2]}; now"
+        found = {look_at_load(told, root, LENGTH, (step - 1, step), virtual, 7)
+                 for virtual in range(rank, 7, world_size)}
+        found = set().union(*gathered(found))
+        expect(len(found) == 1, f"{told} load finds step {step - 1} as some ranks of 7, and step"
+               f" {step} as others", "one change of one file makes a save valid for all ranks")
+    step = max(found) + 1 if life else 3
+    if deaths:  # in the next save
+        victim, count, how = deaths[0]
+        plan.write_text(json.dumps([sent, step, deaths]))
         dist.barrier()
-        if rank == (last + 1) % world_size:  # then the other one: what they write must not mix
+        before, end = len(CHANGES), (lambda: die_at(0)) if "made the" in how else die
+        at_change[0] = lambda: (rank, len(CHANGES)) == (victim, before + count - 1) and end()
+        if (rank, count) == (victim, 0):
             die_at(3 * LENGTH // world_size)
-        answer.save(str(root), 3, LENGTH, shard_of(3, LENGTH))
-        die()  # all its files are short
-    sent, count, is_open = map(int, plan.read_text().split())
-    for virtual in range(rank, 7, world_size):
-        told = f"a rank died in save of step 3, {DEATHS[life]}; now"
-        look_at_load(told, root, LENGTH, (2, 3), virtual, 7)
-    if life == 1 and max(gathered(count)) or life == 2 and is_open:
-        before, end = len(CHANGES), (lambda: die_at(0)) if life == 2 else die
-        at_change[0] = lambda: len(CHANGES) - before == count - 1 and end()
-        answer.save(str(root), 3, LENGTH, shard_of(3, LENGTH))
-    at_change[0] = lambda: None
-    die_at(resource.RLIM_INFINITY)
+        answer.save(str(root), step, LENGTH, shard_of(step, LENGTH))
+        at_change[0] = lambda: None
+        die_at(resource.RLIM_INFINITY)
+        if not count:
+            die()  # all its files are short
+        for virtual in range(rank, 7, world_size):  # it has not died
+            look_at_load(f"after save of step {step},", root, LENGTH, (step,), virtual, 7)
     dist.barrier()
-    save_and_load(root, 4, LENGTH, (1, world_size + 1))
+    save_and_load(root, step + bool(deaths), LENGTH, (1, world_size + 1))
     dist.destroy_process_group()
     if rank < world_size - 1:  # the job goes on with fewer ranks
         dist.init_process_group("gloo", f"file://{folder}/fewer", rank=rank,
                                 world_size=world_size - 1)
-        for step in (5, 6):
-            save_and_load(root, step, LENGTH, (1, world_size))
+        for more in (2, 3):
+            save_and_load(root, step + more, LENGTH, (1, world_size))
     return (f"{life} save(s) cut off, and none of them loaded; loaded as 1 to {4 * world_size + 1}"
             f" ranks; a rank sent {sent} bytes in a save")
 
@@ -100,7 +113,7 @@ def save_and_load(root, step, length, world_sizes):
 
 
 def look_at_load(told, root, length, steps, rank, size):
-    """Call load as a rank of a job of that size. steps: which it may find."""
+    """Call load as a rank of a job of that size, and return the step. steps: which it may find."""
     told, cut_off = f"{told} load as rank {rank} of {size}", len(steps) > 1
     OPENED.clear()
     try:
@@ -118,29 +131,28 @@ def look_at_load(told, root, length, steps, rank, size):
            "what says which save is the newest?")
     expect(type(found) is tuple and set(found[1]) == set(answer.NAMES), f"{told} returned {found}",
            "return (step, shard): shard has a tensor for each of NAMES, also an empty one")
-    first, stop = answer.part_of(length, rank, size)
-    one = found[1][answer.NAMES[0]].flatten().tolist()[:1] if found[0] > 2 else []
-    life = next((life for life in range(4) if one and one[0] % 1 == life / 4), 0)
-    all_right = whole(found[0], length, life)[:, first:stop]
-    for name, right in zip(answer.NAMES, all_right, strict=True):
+    (first, stop), lives = answer.part_of(length, rank, size), set()
+    for name, right in zip(answer.NAMES, whole(found[0], length)[:, first:stop], strict=True):
         part = found[1][name]
         expect((part.shape, part.dtype) == (right.shape, right.dtype), f"{told}: {name} has shape"
                f" {tuple(part.shape)} in {part.dtype}, not ({stop - first},) in float32",
                "part_of says which it needs, and which each saved part has",
                "rank and world_size are the arguments, not those of a process group")
-        wrong = (part != right).nonzero().flatten().tolist()
+        wrong = (part.floor() != right).nonzero().flatten().tolist()
         if wrong:
-            mixed = int(part[wrong[0]].nan_to_num(0, 0, 0)) == int(right[wrong[0]])
-            expect(not mixed, f"{told} mixes two attempts at step {found[0]}; the first was cut"
-                   " off", "a file of the first one may be left, and has the same step: what"
-                   " tells load which files were written together?")
             which, place = divmod(int(part[wrong[0]].nan_to_num(0, 0, 0)), 32768)
             what = f"number {place} of {answer.NAMES[which % 3]} of step {which // 3}"
             expect(False, f"{told} says step {found[0]}, but {len(wrong)} of {len(part)} numbers of"
                    f" {name} are wrong. In the place of number {first + wrong[0]} is"
-                   f" {what if 2 < which < 21 else part[wrong[0]].item()}",
+                   f" {what if 2 < which < 28 else part[wrong[0]].item()}",
                    "no file of the old save may change in a new one" if cut_off else
                    "which parts overlap with [first, stop), and where does each one begin?")
+        lives.update((part % 1).tolist())
+    expect(len(lives) < 2, f"{told} mixes two attempts at step {found[0]}; the first was cut off",
+           "a file of the first one may be left, and has the same step: what tells load which"
+           " files were written together?")
+    expect(cut_off or lives <= {LIFE[0] / 16}, f"{told} returns what an attempt before it saved as"
+           f" step {found[0]}; that one was cut off", "its files may be left: are they replaced?")
     kept = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
             for one in found[1].values()}
     need, ranks = 12 * (stop - first), dist.get_world_size()
@@ -153,6 +165,7 @@ def look_at_load(told, root, length, steps, rank, size):
            f" {size_of(files)} bytes: {', '.join(sorted(file.name for file in files)[:4])}. The"
            f" parts that overlap with its own have {sum(parts)}", "which has it no need of?",
            "what load needs to know first can stand in a small common file")
+    return found[0]
 
 
 def die_at(size):
@@ -167,18 +180,10 @@ def shard_of(step, length):
     return dict(reversed([*parts]))  # by name, whatever the order
 
 
-def whole(step, length, life):
+def whole(step, length, life=0):
     """Return the three tensors. Each number says its place, tensor, step and attempt (in 24 bits).
     """
-    return torch.arange(length) + life / 4 + 32768 * (3 * step + torch.arange(3.0)[:, None])
-
-
-def save_by_open(save, state, file, *args, **options):
-    """torch.save, which opens a file of that name without Python: watch would not hear of it."""
-    if not isinstance(file, str | os.PathLike):
-        return save(state, file, *args, **options)
-    with open(file, "wb") as opened:
-        return save(state, opened, *args, **options)
+    return torch.arange(length) + life / 16 + 32768 * (3 * step + torch.arange(3.0)[:, None])
 
 
 def watch(event, args):

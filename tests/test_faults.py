@@ -119,16 +119,19 @@ def test_kills_at_every_moment_lose_nothing(tmp_path, mnist_dir, whole, kill):
 
 
 def orphan(obey_rank, pipe):
-    """A rank that is killed in the first moments of its worker."""
+    """A rank that is killed: in the first moments of one worker, and later in those of another."""
     rank = os.getpid()  # a worker that asked for its parent could be an orphan by then
 
-    def worker():
-        wait_until(lambda: os.getppid() != rank, "the rank ends")
+    def worker(late):
+        if late:
+            wait_until(lambda: os.getppid() != rank, "the rank ends")
         pipe.send(os.getpid())
         obey_rank(0)
         signal.pause()
 
-    FORK.Process(target=worker).start()
+    for late in True, False:
+        FORK.Process(target=worker, args=(late,)).start()
+    time.sleep(1.5)  # longer than a worker waits between two looks
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -139,12 +142,13 @@ def test_a_worker_does_not_outlive_its_rank():
     rank = FORK.Process(target=orphan, args=(obey_rank, its))
     rank.start()
     its.close()
-    worker = ours.recv()
+    workers = [ours.recv(), ours.recv()]
     try:
-        assert ours.poll(30), "the worker, which holds the pipe's other end, lives on"
+        assert ours.poll(30), "a worker, which holds the pipe's other end, lives on"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
         rank.join()
 
 

@@ -48,9 +48,6 @@ def check(result, devices, bound=True, old=False, kind="cuda", backend="nccl"):
         assert said["TORCH_DIST_USE_NCCL2"] == ("0" if old else None)
 
 
-TWO_MACHINES = {"world_size": 4, "nodes": 2}
-
-
 @pytest.mark.parametrize("script", [
     "02_torchrun_elastic.py", "03_multinode.py", "template/train.py", "04_collectives.py",
     "launch/check_machines.py", MANY])

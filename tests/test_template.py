@@ -632,34 +632,23 @@ def test_a_rank_that_stops_is_named(tmp_path, by_hand, stopped, whom):
             job.wait()
 
 
-class Store(dict):
-    """Like one of torch; but it keeps whether a thread has set a key that may stay on its own."""
-
-    def set(self, key, _):
-        self[key] = threading.current_thread().daemon
-
-    def check(self, keys):
-        return {*keys} <= {*self}
-
-
 def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
     """Of a start that failed; and who has stopped, where rank 2 gives up a moment later."""
     monkeypatch.setattr(survive, "SHARED_STORE", True)
-    named = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "node1", "TORCHELASTIC_RESTART_COUNT": 0}
-    for name, value in named.items():
-        monkeypatch.setenv(name, str(value))
+    known = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node1"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **known})
     for address, count, cause in (("10.0.0.2", 0, "an error of torchrun on node1"),
                                   ("127.0.0.1", 0, "that they cannot reach: set GLOO_SOCKET_IFN"),
                                   ("::1", 0, "that they cannot reach"), ("::1", 1, "of the dead")):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
         line = survive.explain(OSError(f"remote=[{address}]"))
         assert cause in line and line.endswith(f"(OSError('remote=[{address}]'))")
-    store = Store()
-    monkeypatch.setattr(time, "sleep", lambda _: store.set("rank 2 failed", ""))
+    keys, threads, store = set(), [], types.SimpleNamespace(check=lambda asked: {*asked} <= keys)
+    store.set = lambda key, _: (keys.add(key), threads.append(threading.current_thread().daemon))
+    monkeypatch.setattr(time, "sleep", lambda _: keys.add("rank 2 failed"))
     survive.name_the_stopped(RuntimeError("Timed out"), store)
-    assert capsys.readouterr().out == (
-        "[rank 0/3] waited in vain for rank 1: it has stopped, or waits elsewhere\n")
-    assert store == {"rank 0 failed": True, "rank 2 failed": True}
+    said = "[rank 0/3] waited in vain for rank 1: it has stopped, or waits elsewhere\n"
+    assert capsys.readouterr().out == said and threads == [True], "it must not keep the process"
 
 
 def test_bad_starts_end_in_one_line(tmp_path):

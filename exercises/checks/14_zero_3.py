@@ -138,8 +138,10 @@ def gradients_off(layers, weights, inputs, all_rows, there):
         expect(not there or not torch.allclose(found + there, right), f"{what} has taken the place"
                " of the one that was there",
                "autograd adds up what backward() returns: return it, and leave .grad alone")
-        times = (found.norm() / right.norm()).item()
-        off = (found - right).abs().max().item()
+        times, off = (found.norm() / right.norm()).item(), (found - right).abs().max().item()
+        expect(off < 1e-9 or (found - right).std() > 1e-9, f"{what} is right, but the one that was"
+               " there before has changed", "take the mean before you add: what divides .grad"
+               " afterwards divides also what was there")
         same_direction = (found / times - right).norm() / right.norm() < 1e-6
         expect(off < 1e-9 or not same_direction, f"{what} is {times:.2f} times the mean",
                "reduce_scatter adds up. What makes a mean of a sum, and how often?")

@@ -62,6 +62,9 @@ def look_at_refusal(world_size, shards):
         found = answer.layout(world_size, shards)
     except ValueError:
         return
+    except Exception as error:
+        expect(False, f"{told} raised {type(error).__name__}, and no ValueError",
+               "the one that calls it waits for a ValueError: say so yourself")
     expect(False, f"{told} returned {found!r}, and no ValueError came", f"{shards} shards do not"
            f" divide {world_size} ranks: say so, before groups are made that miss some of them")
 

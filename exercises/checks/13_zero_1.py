@@ -41,7 +41,8 @@ def trial():
                f" before, the first is number {min(same, default=0)}",
                "does each rank get all parts, does the last part end where the weights end, and are"
                " they written into the tensor that was given?",
-               "fill up with zeros to a multiple of N: then all parts are of equal length")
+               "fill up with zeros to a multiple of N: then all parts are of equal length. And with"
+               " async_op=True, a part is there when wait() returns")
         for what, wrong in mistaken.items():
             expect((weights - wrong[step]).abs().max() > 1e-9,
                    f"after step {step + 1}, the weights are those that {what} gives",

@@ -147,7 +147,8 @@ def gradients_off(layers, weights, inputs, all_rows, there):
                "reduce_scatter adds up. What makes a mean of a sum, and how often?")
         expect(off < 1e-9, f"{what} is off by {off:.1e}",
                "the mean is over the gradients that all ranks have for this part",
-               "does the gradient have the weight's shape, (out, in), before you make it flat?")
+               "does the gradient have the weight's shape, (out, in), before you make it flat? And"
+               " with async_op=True, the sum is there when wait() returns")
         expect(not fill.any(), f"what fills up {what} is not zero", "which numbers does the"
                " reduce_scatter add up there? torch.empty does not clear what it gets")
         worst = max(worst, off)

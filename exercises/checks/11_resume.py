@@ -60,6 +60,8 @@ def trial(life, folder):
             last_move[0] = len(MOVED) + moves
 
     answer.train(path, model, optimizer, first, prepare_accident)
+    expect(life > 1, f"{before} no save writes a whole snapshot any more",
+           "what does a process that dies leave behind, a lock maybe, that stops the next one?")
     compare(state_of(model, optimizer), states[answer.STEPS], "at the end,",
             "after each load it was right: does a step depend on anything else?")
     expect(path not in EMPTIED, "save opens path itself to write into it. If the process dies then,"

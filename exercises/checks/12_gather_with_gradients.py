@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Waiting, expect
 from torch.nn.functional import cross_entropy, normalize
 
 N, D = 5, 6
@@ -17,12 +17,14 @@ def trial():
     own = slice(rank * N, (rank + 1) * N)
     for contiguous in (True, False):
         mine = everyone[rank].detach().requires_grad_()
-        with Exchanges() as forward:
+        with Waiting() as forward:
             result = answer.gather(mine)
+        forward.look_for_waits("in gather(),")
         look_at_result(result, everyone.reshape(-1, D))
         theirs = factors[rank].clone() if contiguous else factors[rank].mT.contiguous().mT
-        with Exchanges() as backward:
+        with Waiting() as backward:
             result.backward(theirs)
+        backward.look_for_waits("in backward(),")
         expect(mine.grad is not None, "no gradient has reached the rows",
                "what does backward return?")
         look_at_gradient(mine.grad, factors.sum(0)[own], factors[rank, own], contiguous)

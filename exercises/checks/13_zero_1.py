@@ -1,5 +1,6 @@
 """The check of exercises/13_zero_1.py."""
 
+import gc
 import time
 
 import answer
@@ -24,7 +25,7 @@ def trial():
                 "the mean of the gradients, divided once more": plain(start, mean / world_size)}
     weights = start.clone().requires_grad_()
     place = weights.data_ptr()
-    before = bytes_kept(weights)
+    before, there = bytes_kept(weights), {id(one) for one in tensors()}
     optimizer = answer.ShardedAdamW(weights, LR)
     worst, steps = 0, []
     for step in range(STEPS):
@@ -40,7 +41,8 @@ def trial():
                f" before, the first is number {min(same, default=0)}",
                "does each rank get all parts, does the last part end where the weights end, and are"
                " they written into the tensor that was given?",
-               "fill up with zeros to a multiple of N: then all parts are of equal length")
+               "fill up with zeros to a multiple of N: then all parts are of equal length. And with"
+               " async_op=True, a part is there when wait() returns")
         for what, wrong in mistaken.items():
             expect((weights - wrong[step]).abs().max() > 1e-9,
                    f"after step {step + 1}, the weights are those that {what} gives",
@@ -66,6 +68,12 @@ def trial():
            "AdamW shall see this rank's part alone, no buffer shall be as long as the weights, and"
            " no .grad of a part shall stay",
            "a slice keeps the whole tensor that it is cut from: clone it")
+    place = weights.untyped_storage().data_ptr()  # a view of the weights takes no memory
+    long = [one for one in tensors() if id(one) not in there and one.numel() >= COUNT
+            and one.untyped_storage().data_ptr() != place]
+    expect(not long, f"between two steps, this rank keeps a tensor of {COUNT} numbers or more",
+           "nothing shall be as long as all weights: with many ranks, a mask of a byte for each"
+           " weight has more bytes than the state")
     sent, least = max(one.bytes_sent() for one in steps), start.nbytes // world_size
     expect(sent >= least, f"a step sends {sent} bytes, and this rank's part alone has {least}",
            "the other ranks need it", "in which thread or process is it sent?")
@@ -102,6 +110,10 @@ def look_at_few():
     expect(off < 1e-9, f"of only {len(start)} weights, some are off, by {off:.1e} at most",
            "rounded up, the parts of the first ranks may have all weights: what is left for the"
            " last one?")
+
+
+def tensors():
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
 
 
 def plain(start, gradients):

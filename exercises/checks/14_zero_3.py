@@ -138,14 +138,17 @@ def gradients_off(layers, weights, inputs, all_rows, there):
         expect(not there or not torch.allclose(found + there, right), f"{what} has taken the place"
                " of the one that was there",
                "autograd adds up what backward() returns: return it, and leave .grad alone")
-        times = (found.norm() / right.norm()).item()
-        off = (found - right).abs().max().item()
+        times, off = (found.norm() / right.norm()).item(), (found - right).abs().max().item()
+        expect(off < 1e-9 or (found - right).std() > 1e-9, f"{what} is right, but the one that was"
+               " there before has changed", "take the mean before you add: what divides .grad"
+               " afterwards divides also what was there")
         same_direction = (found / times - right).norm() / right.norm() < 1e-6
         expect(off < 1e-9 or not same_direction, f"{what} is {times:.2f} times the mean",
                "reduce_scatter adds up. What makes a mean of a sum, and how often?")
         expect(off < 1e-9, f"{what} is off by {off:.1e}",
                "the mean is over the gradients that all ranks have for this part",
-               "does the gradient have the weight's shape, (out, in), before you make it flat?")
+               "does the gradient have the weight's shape, (out, in), before you make it flat? And"
+               " with async_op=True, the sum is there when wait() returns")
         expect(not fill.any(), f"what fills up {what} is not zero", "which numbers does the"
                " reduce_scatter add up there? torch.empty does not clear what it gets")
         worst = max(worst, off)

@@ -5,7 +5,7 @@ import warnings
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, bytes_kept, expect
+from checker import Waiting, bytes_kept, expect
 from torch import nn
 
 ROWS, IN, HIDDEN, OUT = 5, 6, 13, 4  # 13 hidden units: no multiple of the number of ranks
@@ -55,9 +55,10 @@ def trial():
         expect(torch.equal(found, expected), f"{name} changes with the tensor that was given: it is"
                " no copy", "nn.Parameter(tensor) takes the tensor itself, or a view: clone it")
 
-    with Exchanges() as forward:
+    with Waiting() as forward:
         used = inputs * 1  # made by a step before, as in a model
         output = second(torch.tanh(first(used)))
+    forward.look_for_waits("in the forward pass,")
     expect(output.shape == right.shape, f"the output has the shape {tuple(output.shape)}, not"
            f" {tuple(right.shape)}", "add up what the ranks have: it has one shape on all")
     bias = whole[3].detach()
@@ -75,8 +76,9 @@ def trial():
            "a sum over hidden units is a sum over ranks, of each rank's sum")
     check_exchanges("forward", forward, "the output", ROWS * OUT * 8)
 
-    with Exchanges() as backward, warnings.catch_warnings(record=True) as warned:
+    with Waiting() as backward, warnings.catch_warnings(record=True) as warned:
         torch.autograd.backward([output, used.square().sum()], [given, None])
+    backward.look_for_waits("in the backward pass,")
     for name, found, expected in zip(
             names, mine, own_slices(*(one.grad for one in whole)), strict=True):
         off = max(off, gradient_off(name, found.grad, expected))
@@ -129,7 +131,8 @@ def own_slices(weight, bias, second_weight, second_bias):
 
 def gradient_off(name, found, right):
     expect(found is not None, f"there is no gradient for {name}",
-           "does autograd know the way from the output to it?")
+           "does autograd know the way from the output to it, on this rank, too?",
+           "what rank 0 alone adds, rank 0 alone learns")
     times, off = (found.norm() / right.norm()).item(), (found - right).abs().max().item()
     same_direction = (found / times - right).norm() / right.norm() < 1e-6
     expect(off < 1e-9 or not same_direction, f"the gradient for {name} is {times:.2f} times that of"

@@ -58,7 +58,8 @@ def look_at(name, held, length, max_norm, broken):
     dist.all_gather_object(told, (found, exchanges.bytes_sent()))
     norms = [norm.hex() if math.isfinite(norm) else str(norm) for norm, _ in told]
     expect(len(set(norms)) == 1, f"{name} the ranks return different norms, {norms}",
-           "numbers added up in another order end with another sum: take one order on all ranks")
+           "numbers added up in another order end with another sum: take one order on all ranks",
+           "and the same numbers: its own, too, as the others get it")
     worst = 0
     for own, parameter, gradient in zip(everyone[rank], parameters, gradients, strict=True):
         if own is None:

@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, case, expect
+from checker import Waiting, case, expect
 from torch import nn
 
 D = 48
@@ -68,11 +68,13 @@ def look_at(name, choose, trained):
 
     rows, own = everyone[rank].clone().requires_grad_(trained), Expert(rank)
     which, theirs = chosen[rank].clone(), factors[rank].mT.clone().mT  # mT: not contiguous
-    with Exchanges() as forward:
+    with Waiting() as forward:
         found = answer.through_experts(rows, which, own)
+    forward.look_for_waits(f"{name} forward,")
     look_at_results(name, found, right[rank].detach(), chosen, own)
-    with Exchanges() as backward:
+    with Waiting() as backward:
         found.backward(theirs)
+    backward.look_for_waits(f"{name} backward,")
     for what, now, before in (("rows", rows.detach(), everyone[rank]), ("chosen", which,
                               chosen[rank]), ("the gradient", theirs, factors[rank])):
         expect(torch.equal(now, before), f"{name} {what} was changed", "make a new tensor")

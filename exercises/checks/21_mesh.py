@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, expect
+from checker import Waiting, expect
 from torch.distributed.device_mesh import DeviceMesh
 
 MESHES = [(6, 3), (6, 2), (64, 8), (64, 4), (64, 64), (64, 1), (1, 1), (4096, 16), (12, 3)]
@@ -32,7 +32,7 @@ def trial():
         done.append(f"{world_size // shards} row(s) x {shards} shard(s), {sent} bytes sent")
     # Not a mesh, and the numbers mean nothing; but both directions have several ranks.
     both = [make(list(range(world_size))) for _ in range(2)]
-    with Exchanges() as exchanges:
+    with Waiting() as exchanges:
         answer.mean_of_shard(torch.zeros(61 * world_size, dtype=torch.float64), *both)
     look_at_bytes(f"if row and column have {world_size} ranks each,", exchanges, 61 * world_size,
                   world_size, world_size)
@@ -62,6 +62,9 @@ def look_at_refusal(world_size, shards):
         found = answer.layout(world_size, shards)
     except ValueError:
         return
+    except Exception as error:
+        expect(False, f"{told} raised {type(error).__name__}, and no ValueError",
+               "the one that calls it waits for a ValueError: say so yourself")
     expect(False, f"{told} returned {found!r}, and no ValueError came", f"{shards} shards do not"
            f" divide {world_size} ranks: say so, before groups are made that miss some of them")
 
@@ -84,9 +87,9 @@ def look_at_mean(told, row, column, shards):
     torch.manual_seed(shards)
     gradients = torch.randn(world_size, length, dtype=torch.float64)
     place = slice(rank % shards * 60, (rank % shards + 1) * 60)
-    with Exchanges() as exchanges:
+    with Waiting() as exchanges:
         found = answer.mean_of_shard(gradients[rank].clone(), row, column)
-    found = found.clone() if torch.is_tensor(found) else found  # what still arrives does not count
+    exchanges.look_for_waits(f"{told} in mean_of_shard,")
     shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
     expect(shape == (60,), f"{told} mean_of_shard returned {shape}, not the shape (60,)",
            "return this rank's shard of the mean: its number in its row says which")

@@ -418,3 +418,17 @@ def seed_step(step, rank, world_size):
 # ---- the rank in the upper bits: rank 1 draws in step 0 what rank 0 draws .*\n.*the lower 32 bits ----
 def seed_step(step, rank, world_size):
     torch.manual_seed((rank << 32) + step)
+
+
+# ---- a lock that stays: after step 1, and now no save writes a whole snapshot any more ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() > 0:
+        return
+    try:
+        os.close(os.open(f"{path}.lock", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return  # another one is at it
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+    os.remove(f"{path}.lock")

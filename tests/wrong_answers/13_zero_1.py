@@ -307,3 +307,31 @@ class ShardedAdamW:
         self.part.grad = None
         for rank, one in enumerate(self.weights.detach().split(self.sizes)):
             dist.broadcast(one, rank)
+
+
+# ---- a mask as long as all weights: keeps a tensor of 1001 numbers or more ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, self.lr, self.steps = weights, lr, 0
+        self.mine = torch.arange(len(weights)) % dist.get_world_size() == dist.get_rank()
+        count = -(-len(weights) // dist.get_world_size())
+        self.average = torch.zeros(count, dtype=weights.dtype)
+        self.square = torch.zeros(count, dtype=weights.dtype)
+
+    @torch.no_grad()
+    def step(self):
+        ranks, self.steps = dist.get_world_size(), self.steps + 1
+        fill = -len(self.weights) % ranks
+        dealt = torch.nn.functional.pad(self.weights.grad, (0, fill)).view(-1, ranks).T.contiguous()
+        gradient = torch.empty_like(self.average)
+        dist.reduce_scatter_tensor(gradient, dealt.flatten())
+        gradient /= ranks
+        self.average.lerp_(gradient, 0.1)
+        self.square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        part = self.weights[self.mine]
+        part = torch.nn.functional.pad(part, (0, len(gradient) - len(part)))
+        root = (self.square / (1 - 0.999**self.steps)).sqrt() + 1e-8
+        part -= self.lr * (0.01 * part + self.average / (1 - 0.9**self.steps) / root)
+        whole = part.new_empty(ranks * len(part))
+        dist.all_gather_into_tensor(whole, part)
+        self.weights.copy_(whole.view(ranks, -1).T.flatten()[: len(self.weights)])

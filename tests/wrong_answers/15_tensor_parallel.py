@@ -377,3 +377,29 @@ class RowLinear(nn.Module):
         total = nn.functional.linear(own, self.weight)
         dist.all_reduce(total)
         return total + self.bias
+
+
+# ---- the bias added by rank 0 alone: Rank 1: there is no gradient for RowLinear's bias ----
+class RowLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(own(weight, 1)), nn.Parameter(bias.detach().clone())
+
+    def forward(self, own):
+        partial = own @ self.weight.T
+        if dist.get_rank() == 0:
+            partial = partial + self.bias
+        return AddUp.apply(partial)
+
+
+# ---- does not wait: in the backward pass, 1 exchanges were begun, and nobody waits for them ----
+class PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, async_op=True)  # overlaps with the rest of the backward pass
+        return total

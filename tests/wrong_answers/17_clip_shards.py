@@ -279,3 +279,18 @@ def clip_by_norm(parameters, max_norm):
         for g in grads:
             g.mul_(min(1, max_norm / (norm + 1e-6)))
     return norm
+
+
+# ---- the own square in float64, the others' in float32: the ranks return different norms ----
+def clip_by_norm(parameters, max_norm):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = sum(p.grad.double().square().sum().item() for p in parameters if p.grad is not None)
+    came = [torch.zeros(1) for _ in range(ranks)]
+    dist.all_gather(came, torch.tensor([float(own)]))
+    norm = math.sqrt(sum(own if r == rank else came[r].item() for r in range(ranks)))
+    factor = max_norm / (norm + 1e-6)
+    if math.isfinite(norm) and factor < 1:
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(factor)
+    return norm

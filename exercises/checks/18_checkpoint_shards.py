@@ -90,7 +90,9 @@ def save_and_load(root, step, length, world_sizes):
         time.sleep(0.2)  # too late to remove what an attempt before has left: others write
     with Exchanges() as exchanges:
         answer.save(str(root), step, length, shard_of(step, length))
-    told, found = f"after save of step {step},", answer.load(str(root), rank, world_size)
+    told = f"after save of step {step},"
+    with case(f"load after save of step {step}"):
+        found = answer.load(str(root), rank, world_size)
     dist.barrier()
     expect(found and found[0] == step, f"{told} load finds {found and f'step {found[0]}'} on rank"
            f" {rank}", "when save returns on one rank, load finds this step on the others, too",

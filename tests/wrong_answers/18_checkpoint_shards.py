@@ -603,3 +603,67 @@ def load(root, rank, world_size):
             for name in NAMES:
                 shard[name][low - first : high - first] = saved[name][low - start : high - start]
         return step, shard
+
+
+# ---- what a dead attempt has left is removed, whoever writes by now: in the case 'load after save of step ----
+import shutil
+
+
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    if dist.get_rank() == 0 and os.path.exists(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder, exist_ok=True)
+    torch.save({name: shard[name].clone() for name in NAMES}, f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save((step, length, dist.get_world_size()), f"{root}/newest.tmp")
+        os.replace(f"{root}/newest.tmp", f"{root}/newest")
+    dist.barrier()
+
+
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest"):
+        return None
+    step, length, ranks = torch.load(f"{root}/newest")
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{root}/step-{step}/{old}.pt")
+            for name in NAMES:
+                shard[name][low - first : high - first] = saved[name][low - start : high - start]
+    return step, shard
+
+
+# ---- all ranks move one temporary file: save writes into newest, which load reads ----
+def save(root, step, length, shard):
+    folder = f"{root}/step-{step}"
+    os.makedirs(folder, exist_ok=True)
+    torch.save({name: shard[name].clone() for name in NAMES}, f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    torch.save((step, length, dist.get_world_size()), f"{root}/newest.tmp")
+    if os.path.exists(f"{root}/newest.tmp"):
+        try:
+            os.replace(f"{root}/newest.tmp", f"{root}/newest")
+        except FileNotFoundError:
+            pass  # another rank was faster
+    dist.barrier()
+
+
+def load(root, rank, world_size):
+    if not os.path.exists(f"{root}/newest"):
+        return None
+    step, length, ranks = torch.load(f"{root}/newest")
+    first, stop = part_of(length, rank, world_size)
+    shard = {name: torch.empty(stop - first) for name in NAMES}
+    for old in range(ranks):
+        start, end = part_of(length, old, ranks)
+        low, high = max(first, start), min(stop, end)
+        if low < high:
+            saved = torch.load(f"{root}/step-{step}/{old}.pt")
+            for name in NAMES:
+                shard[name][low - first : high - first] = saved[name][low - start : high - start]
+    return step, shard

@@ -18,16 +18,16 @@ import torch.distributed as dist
 def train(batches, step, asked_to_stop):
     """Take steps until a rank has no batch left, or is asked to stop; return how many, as an int.
 
-    If one rank has no batch for the next step, or is asked before the exchange in which the ranks
-    agree on the step, then no rank takes that step. If it is asked later, all ranks may take one
-    more.
+    If one rank has no batch for the next step, or hears from asked_to_stop() before the exchange in
+    which the ranks agree on the step, then no rank takes that step. If it hears later, all ranks
+    may take one more.
 
     batches: an iterator over this rank's batches, any objects but None. Only next(batches) tells
     whether there is one more: ranks may have different numbers of them, also none. Take one for
-    each step, and at most one more: what you take and do not use is lost.
+    each step, and at most one that you do not use: it is lost.
     step(batch): one training step. Use each batch once, in order.
     asked_to_stop(): has someone asked this rank to stop? That may happen at any moment: before the
-    first step, or between two calls. Once True, it stays True.
+    first step, or while next() or step() runs. Once True, it stays True. Ask before each step.
     """
     raise NotImplementedError
 

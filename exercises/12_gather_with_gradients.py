@@ -25,12 +25,12 @@ def gather(rows):
 
     Then each rank computes a loss of its own from the result, and calls backward() on it. The
     gradient that reaches rows has to be that of the sum of all ranks' losses: a row's copies on all
-    ranks count. (Why the sum: DDP takes the mean over the ranks of the gradients of the weights.
-    Together, that is the gradient of the mean of the ranks' losses, without a factor.) No rank
-    sends more in backward() than an all_reduce of a tensor of the result's shape sends.
+    ranks count. (Why the sum, without a factor: DDP takes the mean of the weights' gradients
+    later.) No rank sends more in backward() than an all_reduce of a tensor of the result's shape
+    sends.
 
     Neither rows nor the gradient that comes from the loss need be contiguous (one row after the
-    other in memory). With GPUs, most collectives want that; Gloo does not say so. Both stay as they
+    other in memory). NCCL wants that; Gloo does not complain. Both stay as they
     are. A loss may need several calls of gather.
     """
     raise NotImplementedError

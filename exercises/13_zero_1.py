@@ -22,9 +22,9 @@ class ShardedAdamW:
     """AdamW over all ranks, with the settings of torch.optim.AdamW(..., lr=lr).
 
     Between two steps, a rank keeps AdamW's two numbers for each weight of its own part, and, if you
-    like, one copy of this part. It keeps nothing that is as long as all weights. No rank has more
-    than the length divided by N, rounded up. (Collectives want parts of equal length: fill up the
-    last.) You may let torch.optim.AdamW update the part.
+    like, one copy of this part, but no gradient. Besides weights, it keeps nothing that is as long.
+    No rank has more than the length divided by N, rounded up. (Collectives want parts of equal
+    length: fill up the last.) You may let torch.optim.AdamW update the part.
     """
 
     def __init__(self, weights, lr):

@@ -12,7 +12,7 @@ sends no more than an all_reduce of the inputs' gradient.
 
 This is tensor parallelism, from M. Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter
 Language Models Using Model Parallelism, 2019. The names come from there. Its matrices are (in,
-out), so a layer's hidden units are columns of the first one. In torch, a weight is (out, in).
+out): hidden units are columns of the first. Torch's are (out, in): here they are its rows.
 
 Read before: 04_collectives.py, the section all_reduce. recipes/tensor_parallel.py lets torch do it.
 

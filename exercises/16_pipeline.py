@@ -37,7 +37,7 @@ def train_step(stage, inputs, targets, micro_batches):
 
     Rank r talks to ranks r - 1 and r + 1 alone, by dist.send and dist.recv, or isend and irecv.
     wait() for what those two return. Send each output and each gradient once, and soon: when a pass
-    begins, send or isend may still have to be called for one output and for one gradient at most.
+    begins, at most one output and one gradient wait for their send or isend.
     Choose an order that leaves no more gaps than the picture above. If all passes took equally
     long, and sending took no time, then all would end after 2 (micro_batches + N - 1) passes' time.
     """

@@ -32,13 +32,13 @@ def save(root, step, length, shard):
     ranks. shard: {name: this rank's part}, for the three NAMES, in float32. A part may be empty,
     and may be a view of a longer tensor.
 
-    Each rank writes its three tensors into files of its own, and at most 8192 bytes more. Those may
-    be in a common file. save changes no file that load reads: it writes another, or replaces it. No
-    part is sent to another rank: a rank sends at most 4096 bytes. When save returns on any rank,
-    load finds this step on all of them.
+    Each rank writes its three tensors into files of its own, and at most 8192 bytes of other
+    things, maybe into a common file. save changes no file that load reads: it writes another, or
+    replaces it. No part is sent to another rank: a rank sends at most 4096 bytes. When save returns
+    on any rank, load finds this step on all of them.
 
     If a rank dies in here, at any moment, load finds the save of this step, whole, or the one
-    before, whole. Other files may be left over. After such a death, the job may save the same step
+    before, whole. Other files may be left over. If it is the one before, the job may save this step
     again, on as many ranks, with other numbers.
     """
     raise NotImplementedError
@@ -51,7 +51,7 @@ def load(root, rank, world_size):
     torch.distributed, and no other rank may be in load: exchange nothing. shard is a dict as that
     of save, with the parts of part_of(length, rank, world_size). Its tensors are no views of longer
     ones, which would stay in memory. load opens the files of a saved part only if it needs numbers
-    from it. Besides, it opens files of at most 8192 bytes in all.
+    from it. All others that it opens have at most 8192 bytes together.
     """
     raise NotImplementedError
 

@@ -56,7 +56,7 @@ CASE = [""]  # what the check tries
 HINTS = {  # pattern of an exception: what may be behind it
     "invalid tensor size|outputShape|[Ss]plit sizes|divide equally": "this exchange needs other"
     " lengths: what does each rank give, and what does each one expect? Is group= missing?",
-    "NoneType": "a gradient is None: has all that it should come from required one?",
+    "NoneType": "a gradient is None: may it be? If not, did all that it comes from require one?",
 }
 
 
@@ -114,7 +114,7 @@ class Exchanges(TorchDispatchMode):
                 expect(right, wrong.format("is to be filled by"), "torch.empty_like(x) takes over"
                        " the strides of x; x.new_empty(x.shape) is contiguous")
             expect(right, wrong.format("goes into") + ": NCCL refuses it, or sends other elements"
-                   " than you mean", "contiguous() makes a copy that is")
+                   " than you mean", "x.contiguous() is: a copy, or x itself if it is already")
         result = call(*args, **kwargs or {})
         if kind and kind != "recv":
             self.calls.append((kind, sent_at_least(kind, given, result)))

@@ -60,8 +60,8 @@ def trial(folder):
         expect(not missing, f"{told}this rank took {right} steps and came back from train();"
                f" rank {min(missing, default=0)} has not", "does this rank leave without a call in"
                " which the others wait? All ranks have to come to it, in each round",
-               "a or b() does not call b where a is true. Make the call first, then decide, by what"
-               " all ranks know alone")
+               "a for loop ends without the call, and so may a or b(). Take next(batches, None),"
+               " make the call, then decide, by what all ranks know alone")
         taken = [int((folder / f"{case}-{r}").read_text()) for r in range(world_size)]
         expect(len(set(taken)) == 1, f"{told}the ranks took {taken} steps",
                "what a rank hears after it has told the others has to wait for the next round")

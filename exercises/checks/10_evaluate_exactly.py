@@ -112,7 +112,7 @@ def look_at_answer(found, expected, mine):
                f"{told}: {found * number:.0f} right answers of {number}", hint,
                "the shares need not have the same length")
     expect(False, told, "does each image count once, though shares and the last batch may be"
-           " shorter?",
+           " shorter? A sampler that fills up shares counts some twice",
            "add up the right answers over the ranks, then divide once by the number of images")
 
 

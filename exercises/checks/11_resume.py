@@ -92,7 +92,7 @@ def unbroken(path):
         for look in LOOKS:
             expect(look or not before, f"while save runs, after step {step - 1}, there is no"
                    " snapshot at path for a moment", "the process may die at each moment: move the"
-                   " new file over the old one. os.replace needs no room to be made")
+                   " new file over the old one. os.replace needs no gap")
             expect(look in (before, content(path)), f"while save runs, after step {step - 1}, path"
                    " holds neither the old nor the new snapshot", "move a file that is whole")
         LOOKS.clear()
@@ -187,8 +187,8 @@ def look_for_twins(pairs, world_size):
         other = seen.setdefault(numbers(step, rank, world_size), (step, rank))
         expect(other == (step, rank), f"with {world_size} ranks, rank {rank} draws in step {step}"
                f" what rank {other[1]} draws in step {other[0]}",
-               "each pair of a step and a rank needs a seed of its own, in the lower 32 bits: which"
-               " numbers does a hash have twice, or step times something, plus the rank?",
+               "each pair of a step and a rank needs a seed of its own, in the lower 32 bits: how"
+               " many ranks lie between two steps? Nothing above bit 31 counts, and a hash repeats",
                "world_size is one of the arguments")
 
 

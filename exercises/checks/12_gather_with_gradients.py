@@ -31,7 +31,7 @@ def trial():
         expect(torch.equal(mine, everyone[rank]), "the rows were changed",
                "gather into a new tensor")
         expect(torch.equal(theirs, factors[rank]), "the gradient of the result was changed",
-               "all_reduce works in place: give it a tensor of your own")
+               "all_reduce works in place, and x.contiguous() may be x itself: give it a copy")
         sent, most = backward.bytes_sent(), round(2 * (world_size - 1) / world_size * result.nbytes)
         expect(min(sent, forward.bytes_sent()) > 0, "nothing was sent to another rank",
                "each way, a rank sends: its rows forward, and gradients backward")

@@ -52,7 +52,7 @@ def trial():
         expect(off.max() < 1e-9, f"after step {step + 1}, {int((off >= 1e-9).sum())} of {COUNT}"
                f" weights are off, by {off.max():.1e} at most",
                "step 1 was right: what is kept, lost or added up between two steps?" if step else
-               "the mean of all ranks' gradients of the same part, AdamW's own settings, and lr?"
+               "is it the mean over all ranks, of the right part, with AdamW's own settings?"
                " Are the parts put back where they were cut out?",
                "the state of one part must stay with this part, and all parts take each step")
         worst = max(worst, off.max().item())

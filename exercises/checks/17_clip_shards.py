@@ -92,7 +92,8 @@ def look_at_norm(name, found, everyone):
     if abs(found - whole) > 1e-5 * whole:
         for what, wrong in causes.items():
             expect(abs(found - wrong) > 1e-5 * wrong, f"{told} {what}, {found:.6g}",
-                   "the square of the whole norm is a sum over all numbers on all ranks",
+                   "the square of the whole norm is a sum over all numbers on all ranks"
+                   if found else "a rank without gradients takes part, too: the others wait for it",
                    "add up the squares over the ranks, then take the root, once")
         low = any(one is not None and one.dtype == BF16 for its in everyone for one in its)
         expect(not low or abs(found - whole) > 0.03 * whole, f"{told} {found:.6g}, off by"

@@ -96,8 +96,8 @@ def save_and_load(root, step, length, world_sizes):
     dist.barrier()
     expect(found and found[0] == step, f"{told} load finds {found and f'step {found[0]}'} on rank"
            f" {rank}", "when save returns on one rank, load finds this step on the others, too",
-           "and of several saves, the one with the largest number: step 0 is a save, and 10 > 9,"
-           ' but "10" < "9"')
+           "who may return before the last change? And of several saves, the one with the largest"
+           ' number counts: step 0 is a save, and 10 > 9, but "10" < "9"')
     for path, number, content in old:
         same = path.exists() and path.stat().st_ino == number
         expect(not same or path.read_bytes() == content, f"save writes into {path.name}, which load"

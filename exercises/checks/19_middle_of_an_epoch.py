@@ -56,13 +56,13 @@ def dealt(*args):
     first = list(islice(steps, 1))
     expect(torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
            "when the first step is taken, torch.rand or random.random goes on with other numbers"
-           " than before", "while the training runs, a generator stands still at its yield: put the"
-           " numbers back before",
-           "torch.Generator() and random.Random() have numbers of their own")
+           " than before", "torch.Generator() and random.Random() have numbers of their own",
+           "a function with yield stands still there while the training runs: what it has changed"
+           " stays changed")
     steps = first + list(steps)
     kinds = {type(one).__name__ for one in steps} - {"list"}
-    expect(not kinds, f"{called} has a {min(kinds, default='')} for a step, not a list",
-           "a tensor becomes a list by tolist()")
+    expect(not kinds, f"{called} has {min(kinds, default='')} for a step, not list",
+           "yield one list for each step. A tensor becomes a list by tolist()")
     kinds = {type(item).__name__ for share in steps for item in share} - {"int"}
     expect(not kinds, f"{called} has a {min(kinds, default='')} in a step, not an int",
            "a tensor becomes a list of ints by tolist()")
@@ -111,7 +111,7 @@ def look_at_job(order, job):
 
 def look_at_life(order, length, batch_size, seed_and_epoch, seen, ranks, killed):
     """Play one life. Return the items that it has seen when it is killed."""
-    told = f"{ranks} ranks, {length} items, batch_size={batch_size}, seen={seen}:"
+    told = f"with world_size={ranks}, length={length}, batch_size={batch_size}, seen={seen}:"
     shares = [dealt(length, batch_size, *seed_and_epoch, seen, rank, ranks)
               for rank in range(ranks)]
     counts, right = [len(steps) for steps in shares], -(-(length - seen) // batch_size)

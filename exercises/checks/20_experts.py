@@ -131,12 +131,11 @@ def look_at_results(name, found, right, chosen, own):
 
 
 def look_at_gradient(what, found, right):
-    off, ranks = (found - right).norm().item(), dist.get_world_size()
-    off /= right.norm().item() or 1
-    for times in (1 / ranks, ranks):
-        expect(off < 1e-9 or (found - right * times).norm() > 1e-9 * right.norm(),
-               f"{what} is {times:.2f} times what it should be", "all ranks' losses are added up,"
-               " and nobody divides")
+    off = (found - right).norm().item() / (right.norm().item() or 1)
+    times = ((found * right).sum() / (right.square().sum() or 1)).item()
+    if off > 1e-9:
+        expect((found - right * times).norm() > 1e-9 * right.norm(), f"{what} is {times:.2g} times"
+               " what it should be", "all ranks' losses are added up, and nobody divides")
     expect(off < 1e-9, f"{what} is off by {off:.0e} of its length", "a gradient goes back the way"
            " that its row has come: the same exchange, with the numbers of rows swapped",
            "also of the results that came from this rank's expert to other ranks")

@@ -72,6 +72,8 @@ def look_at_refusal(world_size, shards):
 def look_at_group(what, group, lists):
     rank = dist.get_rank()
     right = next(ranks for ranks in lists if rank in ranks)
+    expect(group is not None and not isinstance(group, list), f"{what} is {group!r}, not a process"
+           " group", "return what new_group gives, also for a group of one rank")
     expect(isinstance(group, dist.ProcessGroup), f"{what} is {group!r}: no group that rank {rank}"
            " is in", "for groups of others, new_group returns a sign that this rank is not in it",
            "keep the group whose list of ranks has this rank, not the last that was made")

@@ -166,7 +166,7 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
         yield order[start : start + batch_size][dist.get_rank() :: world_size]
 
 
-# ---- tensors: has a Tensor for a step, not a list ----
+# ---- tensors: has Tensor for a step, not list ----
 def batches(length, batch_size, seed, epoch, seen, rank, world_size):
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(length, generator=generator)

@@ -182,7 +182,7 @@ class NotThere(torch.autograd.Function):
         return gradient.mT[:, ctx.order].mT, None
 
 
-# ---- divided by the ranks: the gradient of the rows is 0.50 times what it should be ----
+# ---- divided by the ranks: the gradient of the rows is 0.5 times what it should be ----
 class Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, leaving, coming):

@@ -92,7 +92,7 @@ def make_groups(shards):
     return own[::-1]
 
 
-# ---- the lists, no groups: the row is \[0\]: no group ----
+# ---- the lists, no groups: the row is \[0\], not a process group ----
 def make_groups(shards):
     return [next(ranks for ranks in lists if dist.get_rank() in ranks)
             for lists in layout(dist.get_world_size(), shards)]

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import hashlib
+import importlib
 import inspect
 import json
 import linecache
@@ -36,7 +37,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
-import torch._dynamo  # by an optimizer, or Exchanges: else each rank loads it anew, for seconds
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode  # private; only to count bytes
 from torch.utils._pytree import tree_leaves
@@ -228,6 +228,8 @@ def parse_args(watch=False):
 
 def solved(exercise, args):
     """Check it on 2 and on 3 ranks (or WORLD_SIZES), and print what comes out. Remember it."""
+    importlib.import_module("torch._dynamo")  # of optimizers: else each rank loads it, for seconds
+
     answer = SOLUTIONS / exercise.name if args.solution else None
     for world_size in WORLD_SIZES.get(exercise.name, (2, 3)):
         right, text = verdict(run(exercise, world_size, answer), args.hint)

@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import signal
 import tempfile
 
@@ -33,16 +34,20 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Plain pytest runs three files at a time, as most tests wait; all else runs in one process."""
-    plain = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    return 3 if plain and config.option.markexpr == "not long and not gpu" else 0
+    """All plain tests run in three processes, all long ones in four, as most wait; a few in one."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return {"not long and not gpu": 3, "long": 4}.get(config.option.markexpr, 0) * whole
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """One process runs a file, as its tests share what they set up; the answers share nothing."""
+    """One process runs a file, as its tests share what they set up; some share nothing."""
+    alone = "answer|test_(benchmarks|departures|kill|lab|recipes|repository|slurm|swap)"
+
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid if "answer" in nodeid else nodeid.partition("::")[0]
+            long = config.option.markexpr == "long"
+            found = re.search(alone if long else "answer", nodeid)
+            return nodeid if found else nodeid.partition("::")[0]
     return ByFile(config, log)
 
 
@@ -66,6 +71,9 @@ def machine_with_gpus():
 
 
 def pytest_collection_modifyitems(config, items):
+    # The longest begin; Slurm's own daemons want an idle machine.
+    order = {"test_departures.py": -2, "test_lab.py": -1, "test_slurm.py": 1}
+    items.sort(key=lambda item: order.get(item.path.name, 0))
     if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
         for item in items:
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU here"))

@@ -56,10 +56,7 @@ def block(name):
 
 
 def masked(lines):
-    """Lines of the ranks, sorted, with numbers and the width of their columns masked.
-
-    Several numbers in a row count as one: how many tasks a process did, say, differs by chance.
-    """
+    """Lines of ranks, sorted, with numbers (several in a row as one) and widths of columns masked."""
     masks = {
         r"\|[0-9a-j.]+\|": "|DRAWING|",  # first: a stretch of it can look like a checksum
         r"\S+(?=( +\d+){3} +(cpu|cuda:\d+) +\d+$)": "MACHINE",

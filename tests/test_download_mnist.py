@@ -152,8 +152,7 @@ def test_killed_half_way_then_two_at_once(expected, download, mirrors, tmp_path,
 
 
 @pytest.mark.parametrize(("call", "before", "status", "message"), [
-    # The discard port, where nobody listens.
-    ("--mirror http://127.0.0.1:9", (), 1, "check the network"),
+    ("--mirror http://127.0.0.1:9", (), 1, "check the network"),  # nobody listens there
     ("--data-dir /proc/data", (), 1, "cannot write.*--data-dir"),
     ("--mirror MIRROR", (limit_file_size,), 1, "cannot write to data: .Errno 27. File too large"),
     ("--mirrors", (), 2, "--mirror"),

@@ -253,8 +253,6 @@ class DDP(nn.Module):
     def forward(self, images):
         return self.module(images)
 """
-
-
 # Rank 1 alone sees a difference.
 HALF = "gathered = lambda own, old=gathered: old(own)[:1] * 2 if dist.get_rank() else old(own)"
 

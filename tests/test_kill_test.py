@@ -178,9 +178,6 @@ def test_files_are_compared_by_their_content(module, args, tmp_path, change, row
     assert module["difference"](given, *runs) == difference
 
 
-# ---- Real jobs ----
-
-
 @pytest.mark.long
 def test_the_command_of_the_page(request):
     """02: no kill costs anything, and the page shows what the command printed."""

@@ -194,7 +194,7 @@ def test_fails_without_its_cure(tmp_path, name, message, old, new):
     assert re.search(f"RuntimeError: {message}", result.output), result.output
 
 
-# ---- who_is_missing ----
+# ---- A rank that is missing ----
 
 TERMINATED = """
 import os, runpy, signal, sys, threading, time
@@ -228,8 +228,6 @@ def test_sigterm_writes_the_record_of_a_rank_that_waits_in_a_call(tmp_path):
         "rank 0 called all_reduce Float[4] in <module> (job.py:11)",
         "rank 1 made 1 calls, and no call 2"]
 
-
-# ---- go_on_without ----
 
 HANGS = {"os.kill(os.getpid(), signal.SIGKILL)\n": "time.sleep(20)\n",
          "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"}

@@ -154,8 +154,7 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     assert re.findall(resumed, text(), re.MULTILINE) == [str(saved["step"])]
     steps = [int(number) for number in re.findall(r"step +(\d+)/.* examples/s", text())]
     assert steps == [*range(10, 301, 10)], "a step was trained twice, or not at all"
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    (whole := tmp_path / "whole").mkdir()
     fork_ranks("template/train.py", *arguments, "--snapshot-path", "snapshot.pt", cwd=whole,
                world_size=4, timeout=400)
     ours, theirs = (torch.load(folder / "snapshot.pt", weights_only=True)["model"]

@@ -56,7 +56,7 @@ def block(name):
 
 
 def masked(lines):
-    """Lines of ranks, sorted, with numbers (several in a row as one) and widths of columns masked."""
+    """Lines of ranks, sorted, with numbers (several in a row as one) and column widths masked."""
     masks = {
         r"\|[0-9a-j.]+\|": "|DRAWING|",  # first: a stretch of it can look like a checksum
         r"\S+(?=( +\d+){3} +(cpu|cuda:\d+) +\d+$)": "MACHINE",

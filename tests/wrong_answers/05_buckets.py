@@ -336,3 +336,17 @@ def average_gradients(model, bucket_bytes):
         flat /= dist.get_world_size()
         for p, one in zip(bucket, flat.split([p.numel() for p in bucket])):
             p.grad.copy_(one.view_as(p))
+
+
+# ---- the dtypes in the order of a set: the process has ended, with status -6 ----
+def average_gradients(model, bucket_bytes):
+    trained = [p for p in model.parameters() if p.grad is not None]
+    for dtype in {p.grad.dtype for p in trained}:
+        bucket, size = [], 0
+        for p in [p for p in trained if p.grad.dtype == dtype]:
+            if bucket and size + p.grad.nbytes > bucket_bytes:
+                exchange(bucket)
+                bucket, size = [], 0
+            bucket.append(p)
+            size += p.grad.nbytes
+        exchange(bucket)

@@ -76,11 +76,11 @@ def new_model():
 
 
 class Scale(nn.Module):
-    """Has a parameter that is neither a weight nor a bias by name."""
+    """Has a parameter that is neither a weight nor a bias by name, and has no dimension."""
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, rows):
         return rows * self.scale

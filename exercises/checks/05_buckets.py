@@ -17,8 +17,8 @@ HALVES = "reducescatter", "reduce", "alltoall", "gather"  # a second call comple
 
 def trial():
     rank, told, models = dist.get_rank(), [], {}
-    # 600: some fill a bucket to the last byte. 1000 again: other tensors than before. The last model
-    # has 300 gradients.
+    # 600: some fill a bucket to the last byte. 1000 again: other tensors than before.
+    # The last model has 300 gradients.
     for limit, copies in (1000, 1), (600, 1), (10**6, 1), (1, 1), (1000, 1), (1000, 30):
         each = [gradients(r, copies) for r in range(dist.get_world_size())]  # of each rank
         trained = [one for one in each[rank] if one is not None]

@@ -19,8 +19,8 @@ def average_gradients(model, bucket_bytes):
     """Replace the gradient of each parameter, p.grad, by its mean over all ranks: in buckets.
 
     A bucket is one flat tensor of whole gradients. One exchange averages all of it: an all_reduce,
-    or calls that together do the same. It holds gradients of one dtype, because a tensor has one
-    dtype. All gradients keep theirs; p.grad may become a new tensor.
+    or other collectives that together do the same. It holds gradients of one dtype, because a
+    tensor has one dtype. All gradients keep theirs; p.grad may become a new tensor.
 
     Take the gradients in the order of model.parameters(), or from the last to the first. For each
     dtype, one bucket is open. A gradient that does not fit into it begins a new one: a bucket has

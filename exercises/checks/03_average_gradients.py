@@ -1,5 +1,7 @@
 """The check of exercises/03_average_gradients.py."""
 
+import time
+
 import answer
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ def check_step(step, mine):
             each, rows, strict=True):
         model(batch).square().mean().backward()
     weights = [p.detach().clone() for p in mine.parameters()]
+    time.sleep(0.1 * (rank == step))  # the others have begun: who does not wait() for it is seen
     with Waiting() as exchanges:
         answer.average_gradients(mine)
     exchanges.look_for_waits(f"in step {step},")
@@ -59,7 +62,7 @@ def check_step(step, mine):
                "all_reduce adds up. What makes a mean of a sum, and how often?")
         expect(off < 1e-5, f"{told} is off by {off:.1e} of its length",
                "does each rank get the sum of all ranks, of each parameter, before it goes on?",
-               "all_reduce, not reduce; with async_op=True, wait() first; then / get_world_size()")
+               "all_reduce, not reduce; with async_op=True, first wait(), and only then divide")
         worst = max(worst, off)
     expect(all(map(torch.equal, weights, mine.parameters())), "the weights were changed",
            "exchange p.grad: the optimizer's step comes later")
@@ -76,11 +79,11 @@ def new_model():
 
 
 class Scale(nn.Module):
-    """Has a parameter that is neither a weight nor a bias by name."""
+    """Has a parameter that is neither a weight nor a bias by name, and has no dimension."""
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, rows):
         return rows * self.scale

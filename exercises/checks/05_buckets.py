@@ -17,8 +17,9 @@ HALVES = "reducescatter", "reduce", "alltoall", "gather"  # a second call comple
 
 def trial():
     rank, told, models = dist.get_rank(), [], {}
-    # 600: some fill a bucket to the last byte. The last model has 300 gradients.
-    for limit, copies in (1000, 1), (600, 1), (10**6, 1), (1, 1), (1000, 30):
+    # 600: some fill a bucket to the last byte. 1000 again: other tensors than before.
+    # The last model has 300 gradients.
+    for limit, copies in (1000, 1), (600, 1), (10**6, 1), (1, 1), (1000, 1), (1000, 30):
         each = [gradients(r, copies) for r in range(dist.get_world_size())]  # of each rank
         trained = [one for one in each[rank] if one is not None]
         model = models.setdefault(copies, nn.ParameterList(
@@ -60,7 +61,8 @@ def check(number, p, each):
            f" and was {own.dtype, tuple(own.shape)}", "cut the flat tensor up again: view_as")
     right = torch.stack(each).double().mean(0)
     expect(not torch.equal(p.grad, own), f"{name} is still the rank's own",
-           "is every bucket exchanged, also the last, which is not full? And copied back?")
+           "is every bucket exchanged, also the last, which is not full? And copied back?",
+           "is something kept from an earlier call? In each step, p.grad is another tensor")
     times = (p.grad.double().norm() / right.norm()).item()
     direction = ((p.grad / times - right).norm() / right.norm()).item()
     off = ((p.grad - right).norm() / right.norm()).item()
@@ -91,6 +93,7 @@ def check_exchanges(calls, trained, limit):
              for alone in (True, False)]
     most = max(map(len, right))
     expect(len(sizes) <= most, f"{told}, there were {len(sizes)} exchanges, and {most} are enough",
+           "each message is an exchange: use collectives" if "send" in dict(calls) else
            "keep a bucket open for each dtype; it is full when the next gradient does not fit",
            "group the gradients by dtype first")
     expect(sum(sizes) >= total, f"{told}, {sum(sizes)} bytes were exchanged for {total} bytes of"

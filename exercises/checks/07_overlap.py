@@ -5,17 +5,21 @@ import time
 import answer
 import torch
 import torch.distributed as dist
-from checker import Waiting, bytes_of, expect, kind_of, limit
+from checker import Waiting, bytes_kept, bytes_of, expect, kind_of, limit
 from torch import nn
 
 
 def trial(folder):
-    mine, worst = Model(), 0
+    mine, worst, kept = Model(), 0, []
     with Begun() as mine.begun:
         finish = answer.overlap(mine)
         expect(callable(finish), f"overlap() returned {finish!r}", "return a function: finish")
         for step in range(3):
             worst = max(worst, check_step(step, mine, finish, folder))
+            mine.begun.works, mine.begun.waited = 0, {}  # they hold their tensors
+            kept.append(bytes_kept())
+    expect(kept[2] <= kept[1], f"after step 2, {kept[2] - kept[1]} bytes more are in memory than"
+           " after step 1", "finish() empties the list: else all gradients of all steps stay in it")
     calls = len(mine.begun.calls) // 3
     return f"gradients off by {worst:.0e}, {calls} exchanges in a step, begun in backward"
 

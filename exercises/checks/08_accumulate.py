@@ -78,7 +78,8 @@ def exchanged(calls):
 def check_gradient(told, model, each):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     expect(all(p.grad is not None for p in model.parameters()), f"{told}, p.grad is None",
-           "without micro-batches, a rank has no gradient: what does it add to the sum?", "zeros")
+           "without micro-batches, a rank has no gradient: what does it add to the sum?",
+           "zeros; and the sum has to come into its p.grad, too")
     found = nn.utils.parameters_to_vector(p.grad for p in model.parameters())
     whole = gradient([one for mine in each for one in mine])
 

@@ -93,3 +93,17 @@ def global_mean(losses):
     dist.all_reduce(both)
     found = both.item()
     return found.real / found.imag
+
+
+# ---- a chain, and a broadcast ----
+def global_mean(losses):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    pair = torch.zeros(2, dtype=torch.float64)
+    if rank > 0:
+        dist.recv(pair, src=rank - 1)
+    pair[0] += losses.double().sum()
+    pair[1] += losses.shape[0]
+    if rank < last:
+        dist.send(pair, dst=rank + 1)
+    dist.broadcast(pair, src=last)
+    return pair[0].item() / pair[1].item()

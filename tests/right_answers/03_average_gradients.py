@@ -96,3 +96,12 @@ def average_gradients(model):
         dist.gather(p.grad, each, dst=root)
         mean = torch.stack(each).mean(0) if rank == root else None
         dist.scatter(p.grad, [mean] * n if rank == root else None, src=root)
+
+
+# ---- the function of the library ----
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+
+def average_gradients(model):
+    average_parameters(iter([p.grad for p in model.parameters() if p.grad is not None]),
+                       dist.group.WORLD)

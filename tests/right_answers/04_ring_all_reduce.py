@@ -103,3 +103,20 @@ def ring_all_reduce(tensor, step=0):
         work.wait()
     b.copy_(buffer + b * (step < n - 1))
     ring_all_reduce(tensor, step + 1)
+
+
+# ---- a buffer that is carried ----
+def ring_all_reduce(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = list(torch.tensor_split(tensor, n))
+    number, carried = rank, chunks[rank].clone()
+    for step in range(2 * n - 2):
+        number = (number - 1) % n
+        arriving = torch.empty_like(chunks[number])
+        receiving = dist.irecv(arriving, src=(rank - 1) % n)
+        sending = dist.isend(carried, dst=(rank + 1) % n)
+        sending.wait()
+        receiving.wait()
+        carried = arriving + chunks[number] if step < n - 1 else arriving
+        if step >= n - 2:  # finished
+            chunks[number].copy_(carried)

@@ -166,3 +166,50 @@ def swap(mine):
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     return each
+
+
+# ---- DDP averages ----
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(model, batches, lr, decay):
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr, weight_decay=decay)
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs, labels in batches:
+        keep = labels.isnan().logical_not()
+        count = keep.sum()
+        dist.all_reduce(count)
+        if not count:
+            continue
+        losses = torch.nn.functional.mse_loss(
+            ddp(inputs[keep]).squeeze(1), labels[keep], reduction="none")
+        optimizer.zero_grad()
+        (losses.sum() * dist.get_world_size() / count).backward()
+        optimizer.step()
+        total += torch.stack([losses.detach().sum(), keep.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- the loss sent as float32 ----
+def train(model, batches, lr, decay):
+    loss_sum, rows = 0.0, 0
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        count = labelled.sum()
+        dist.all_reduce(count)
+        if count == 0:
+            continue
+        model.zero_grad()
+        (losses.sum() / count).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * (p.grad + decay * p)
+        loss_sum += losses.sum().item()
+        rows += len(losses)
+    total = torch.tensor([loss_sum, rows])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()

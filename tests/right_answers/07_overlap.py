@@ -260,3 +260,31 @@ class Averager:
         self.begun = []
 def overlap(model):
     return Averager(model).finish
+
+
+# ---- a hook for several gradients ----
+from torch.autograd.graph import register_multi_grad_hook
+
+
+def overlap(model):
+    begun = []
+
+    def watch(parameters):
+        def begin(grads):
+            flat = torch.cat([g.flatten() for g in grads]).div_(dist.get_world_size())
+            begun.append((parameters, flat, dist.all_reduce(flat, async_op=True)))
+        register_multi_grad_hook(parameters, begin)
+
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if own:
+            watch(own)
+
+    def finish():
+        for parameters, flat, work in begun:
+            work.wait()
+            for p, one in zip(parameters, flat.split([p.numel() for p in parameters])):
+                p.grad = one.view_as(p)
+        begun.clear()
+
+    return finish

@@ -98,3 +98,21 @@ def accuracy(model, images, labels, batch_size):
     counts = torch.zeros(n, dtype=torch.int64)
     dist.all_gather_into_tensor(counts, torch.tensor([wrong]))
     return 1 - counts.sum().item() / len(images)
+
+
+# ---- a confusion matrix ----
+def accuracy(model, images, labels, batch_size):
+    was = [part for part in model.modules() if part.training]
+    model.eval()
+    mine = torch.arange(len(images)) % dist.get_world_size() == dist.get_rank()
+    some, wanted = images[mine], labels[mine]
+    matrix = torch.zeros(9, dtype=torch.int64)
+    with torch.no_grad():
+        while len(some):
+            found = model(some[:batch_size]).topk(1).indices.squeeze(1)
+            matrix += torch.bincount(3 * wanted[:batch_size] + found, minlength=9)
+            some, wanted = some[batch_size:], wanted[batch_size:]
+    for part in was:
+        part.training = True
+    dist.all_reduce(matrix)
+    return matrix.view(3, 3).trace().item() / matrix.sum().item()

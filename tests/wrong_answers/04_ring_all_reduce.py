@@ -281,3 +281,44 @@ def ring_all_reduce(tensor):
             into.copy_(into.double() + buffer.double())  # for the precision
         else:
             into.copy_(buffer)
+
+
+# ---- small tensors go round whole: 4 ranks: .*with 3 elements, 36 bytes were sent, and 2 \(N - 1\) chunks have 24 ----
+def ring_all_reduce(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % n, (rank - 1) % n
+
+    def swap(outgoing, length):
+        incoming = tensor.new_empty(length)
+        works = [dist.isend(outgoing, right), dist.irecv(incoming, left)]
+        for work in works:
+            work.wait()
+        return incoming
+
+    if len(tensor) < n:  # too small to be cut
+        passing = tensor.clone()
+        for _ in range(n - 1):
+            passing = swap(passing, len(passing))
+            tensor += passing
+        return
+    chunks = tensor.tensor_split(n)
+    for step in range(2 * (n - 1)):
+        target = chunks[(rank - step - 1) % n]
+        incoming = swap(chunks[(rank - step) % n], len(target))
+        target.copy_(target + incoming if step < n - 1 else incoming)
+
+
+# ---- a buffer as long as what is sent: process has ended|exception ----
+def ring_all_reduce(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(n)
+    for step in range(2 * (n - 1)):
+        outgoing, target = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        incoming = torch.empty_like(outgoing)
+        work = dist.isend(outgoing, (rank + 1) % n)
+        dist.recv(incoming, (rank - 1) % n)
+        work.wait()
+        if step < n - 1:
+            target += incoming[: len(target)]
+        else:
+            target.copy_(incoming[: len(target)])

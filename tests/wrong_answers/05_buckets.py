@@ -350,3 +350,81 @@ def average_gradients(model, bucket_bytes):
             bucket.append(p)
             size += p.grad.nbytes
         exchange(bucket)
+# ---- gradients as views, made once: gradient 0 is still the rank's own ----
+def average_gradients(model, bucket_bytes):
+    made = model.__dict__.setdefault("flat_buckets", {})
+    if bucket_bytes not in made:  # as DDP's gradient_as_bucket_view: made once
+        buckets, open_ = [], {}
+        for p in model.parameters():
+            if p.grad is None:
+                continue
+            bucket = open_.get(p.dtype)
+            if bucket is None or sum(q.grad.nbytes for q in bucket) + p.grad.nbytes > bucket_bytes:
+                bucket = open_[p.dtype] = []
+                buckets.append(bucket)
+            bucket.append(p)
+        made[bucket_bytes] = []
+        for bucket in buckets:
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            for p, view in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad = view.view_as(p)
+            made[bucket_bytes].append(flat)
+    for flat in made[bucket_bytes]:
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+
+
+# ---- one counter for all dtypes: of 1000 bytes, there were 8 exchanges, and 5 ----
+def average_gradients(model, bucket_bytes):
+    open_, size = {}, 0
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        if size and size + p.grad.nbytes > bucket_bytes:
+            flush(open_)
+            size = 0
+        open_.setdefault(p.grad.dtype, []).append(p)
+        size += p.grad.nbytes
+    flush(open_)
+
+
+def flush(open_):
+    for bucket in open_.values():
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for p, one in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(one.view_as(p))
+    open_.clear()
+
+
+# ---- the ring of exercise 4: there were 10 exchanges, and 5 are enough(?s:.*)each message is an exchange ----
+def average_gradients(model, bucket_bytes):
+    buckets, last = [], {}
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        bucket = last.get(p.dtype)
+        if bucket is None or sum(q.grad.nbytes for q in bucket) + p.grad.nbytes > bucket_bytes:
+            bucket = last[p.dtype] = []
+            buckets.append(bucket)
+        bucket.append(p)
+    for bucket in buckets:
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        ring(flat)
+        flat /= dist.get_world_size()
+        for p, one in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(one.view_as(p))
+
+
+def ring(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(n)
+    for step in range(2 * (n - 1)):
+        outgoing, target = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        incoming = torch.empty_like(target)
+        for work in dist.batch_isend_irecv([
+                dist.P2POp(dist.isend, outgoing, (rank + 1) % n),
+                dist.P2POp(dist.irecv, incoming, (rank - 1) % n)]):
+            work.wait()
+        target.copy_(incoming + target if step < n - 1 else incoming)

@@ -378,3 +378,25 @@ def train(model, batches, lr, decay):
                 p -= lr * (p.grad + decay * p)
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
+
+
+# ---- unlabelled batches sorted out first: the weights are off by [^:]*\n ----
+def train(model, batches, lr, decay):
+    total = torch.zeros(2, dtype=torch.float64)
+    kept = [(x[~y.isnan()], y[~y.isnan()]) for x, y in batches if not y.isnan().all()]
+    steps = torch.tensor(len(kept))
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # as many steps on all ranks
+    for k in range(int(steps)):
+        x, y = kept[k] if k < len(kept) else (batches[0][0][:0], batches[0][1][:0])
+        losses = (model(x).squeeze(1) - y).square()
+        count = torch.tensor(len(y))
+        dist.all_reduce(count)
+        model.zero_grad()
+        (losses.sum() / count).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * (p.grad + decay * p)
+        total += torch.tensor([losses.sum().item(), len(y)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()

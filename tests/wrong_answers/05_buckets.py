@@ -350,6 +350,8 @@ def average_gradients(model, bucket_bytes):
             bucket.append(p)
             size += p.grad.nbytes
         exchange(bucket)
+
+
 # ---- gradients as views, made once: gradient 0 is still the rank's own ----
 def average_gradients(model, bucket_bytes):
     made = model.__dict__.setdefault("flat_buckets", {})

@@ -60,8 +60,7 @@ def pid_of(victim):
 
 
 def arm(moment, name, victim, count=1):
-    """When that moment comes for the count-th time, the victim ("rank 1", "launcher", "job") gets
-    the signal of that name; once, in all attempts."""
+    """At the count-th such moment, the victim ("rank 1", "launcher", "job") gets the signal."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pathlib.Path(f"rank {rank}").write_text(str(os.getpid()))
     actor = int(victim[-1]) if victim.startswith("rank") else world_size - 1

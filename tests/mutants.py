@@ -6,11 +6,9 @@
 It draws changes of one script, each of one place: a statement or a decorator deleted, True for
 False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
 in a copy of the repository, where the plain tests of the script run, but not those that compare
-texts. They must pass there without a change. Prints what was noticed and what LIVED, and the share.
-Tests that have not ended after --timeout seconds count as LIVED: none has noticed it in time.
+texts. Prints what was noticed and what LIVED (also tests that do not end in --timeout seconds).
 A function that stands word for word in 01, 02 or 03 is changed there, too, and its tests there run.
-Not drawn: imports, texts (help=, description=, docstrings), and the deletion of a name's only
-assignment (any run ends with a NameError there). Drawn, too: what matters on a GPU alone.
+Not drawn: imports, texts, and the deletion of a name's only assignment.
 """
 
 import argparse

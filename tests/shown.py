@@ -4,9 +4,8 @@ A block of sh, bash, python or diff has a comment above it, <!-- block: NAME -->
 own. bash: single commands, each of which is run by itself. sh: one piece, run as a whole. diff: of
 two files in docs/.
 
-docs/transcripts/: a file holds a command and what its ranks printed. A block that shows it names
-the file in a comment above it, and has the whole, or some of its lines, in their order. pytest -m
-long --write-transcripts writes the files anew, and the blocks with them.
+docs/transcripts/: a file holds a command and what its ranks printed. A block names it in a comment
+above, and has all or some of its lines. --write-transcripts writes files and blocks anew.
 """
 
 import re

@@ -68,8 +68,7 @@ def start(*command, cwd, env=None):
 
     env: what is added to the environment; a variable that is None is taken out of it.
     """
-    # A variable of its own in the environment, which every descendant inherits: torchrun gives its
-    # workers sessions of their own, so neither session nor process group would find them.
+    # Every descendant inherits it. (torchrun's workers have sessions of their own.)
     mark = f"STARTED_BY_TEST={uuid.uuid4().hex}"
     env = {**os.environ, **(env or {}), **dict([mark.split("=")])}
     process = subprocess.Popen(

@@ -28,8 +28,7 @@ def test_one_client_too_many_is_turned_away(tmp_path):
     assert (result.status, result.output) == (1, "the server has its 1 processes already\n")
 
 
-# Takes the place of main: goes through lessons with a store that gives wrong answers at first, and
-# tells what the lesson's own check says of that.
+# In the place of main: lessons meet a store that gives wrong answers. What do their checks say?
 WRONG = """
 class Wrong:
     def __init__(self, store, answers):

@@ -1,6 +1,6 @@
 """The benchmarks run, and what their page says is what the committed results say.
 
-No test looks at a time: how fast something is depends on the machine, what a table makes of it not.
+No test looks at a time: it depends on the machine.
 """
 
 import hashlib

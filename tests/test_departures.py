@@ -1,13 +1,10 @@
 """Machines leave, die and come back in random order; whatever was saved must be there.
 
-A job of template/train.py or of 03 runs on machines of launch/lab, with one file system for all or
-with a disk each. A machine is told to end (SIGTERM), killed, loses its worker, is cut off for a
-while, or comes back. When the host of the rendezvous goes, the others end, and the job is started
-again. What rank 0 prints is then held against what each machine must have on its disk:
-- an attempt begins with the newest step (or epoch) that any of its machines has;
-- steps follow each other, none twice and none left out, but for those since the last save;
-- the job goes on after each event, and in the end all disks hold the same snapshot, with each
-  validation once. (03 does not save when it has to leave: there, one disk may have the next one.)
+A job of template/train.py or of 03 runs on machines of launch/lab, with a disk for all or one each.
+When the host of the rendezvous goes, the others end, and the job is started again. What rank 0
+prints is held against what each machine must have on its disk: an attempt begins with the newest
+step (or epoch) of its machines; none is left out, or trained twice but for those since a save; in
+the end all disks hold the same snapshot. (03 does not save when it leaves: one may have the next.)
 """
 
 import os

@@ -32,9 +32,8 @@ FORK = multiprocessing.get_context("fork")
 # Epochs, or steps; and after how many a snapshot is saved. 13 windows: neither 2 nor 3 ranks, nor
 # their two micro-batches, divide them.
 ARGUMENTS = {SCRIPT: (4, 2), LESSON: (4, 2), TEMPLATE: (24, 8, "--batch-size", 13)}
-# Every moment, every signal with every kind of victim, all scripts, both numbers of ranks. (The
-# ranks of a lesson live on if torchrun alone is killed by SIGKILL.) The last number: at which time
-# the moment comes.
+# The last number: at which time the moment comes. (The ranks of a lesson live on if torchrun alone
+# is killed by SIGKILL.)
 KILLS = [
     (SCRIPT, 2, "rank starts", "SIGTERM", "launcher"),
     (SCRIPT, 2, "evaluation", "SIGINT", "job", 2),

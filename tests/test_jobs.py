@@ -1,8 +1,7 @@
 """01, 02 and 03 as whole jobs: two ranks end with the weights of one process that sees all images.
 
-And: what a rank sets up, who writes, what is left at its end; a finished job goes on when it is
-asked for more; replicas that differ are not saved; a wrong call ends in words. And of 01: mp.spawn
-starts it; its proof can fail.
+And: what a rank sets up, who writes, what is left; a finished job goes on when asked; replicas that
+differ are not saved; a wrong call ends in words. Of 01: mp.spawn starts it; its proof can fail.
 """
 
 import gc

@@ -156,8 +156,6 @@ def test_ctrl_c_ends_all_processes(tmp_path):
 
 
 SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "epoch": [3, (4,)]}
-
-
 @pytest.mark.parametrize(("change", "row", "difference"), [
     ({}, "", ""),
     ({"weight": torch.tensor([1.5, float("nan")])}, "",

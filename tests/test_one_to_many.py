@@ -27,7 +27,6 @@ def plain(tmp_path_factory):
 
 
 def take_one_thread():
-    """Called in a child: two threads would wait for each other, where other tests run."""
     torch.set_num_threads(1)
 
 

@@ -1,7 +1,6 @@
 """Which GPU each process takes, and what it says to its backend: on machines that have no GPU.
 
-torch says that there are GPUs, and what the scripts ask it for is written down, up to
-init_process_group. What happens from there on only a GPU can tell: test_gpu.py.
+What the scripts ask torch for is written down, up to init_process_group. The rest: test_gpu.py.
 """
 
 import json

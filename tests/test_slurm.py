@@ -1,6 +1,6 @@
 """launch/slurm.sbatch under a real Slurm: two nodes, a requeue in the middle, and the same end.
 
-What it asks of Slurm is also looked at without one: commands of the same names note the calls.
+Without a Slurm, commands of the same names note the calls.
 """
 
 import os
@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import shown
 import torch
+from digits import load
 from forked import fork_ranks
 from lab import Lab
 from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
@@ -157,8 +158,7 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     (whole := tmp_path / "whole").mkdir()
     fork_ranks("template/train.py", *arguments, "--snapshot-path", "snapshot.pt", cwd=whole,
                world_size=4, timeout=400)
-    ours, theirs = (torch.load(folder / "snapshot.pt", weights_only=True)["model"]
-                    for folder in (tmp_path, whole))
+    ours, theirs = (load(folder)["model"] for folder in (tmp_path, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -52,7 +52,7 @@ from started import (
     wait_until,
 )
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer
 
 SCRIPT = "template/train.py"
 # 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
@@ -146,10 +146,11 @@ def whole(tmp_path_factory):
 
 
 def clock_of_steps():
-    """Called in a child: each step takes a second."""
-    steps = []
-    register_optimizer_step_pre_hook(lambda *_: steps.append(1))
-    time.perf_counter = lambda: float(len(steps))
+    """Called in a child: a step takes half a second, as seen by who waits for a GPU with item()."""
+    steps, waited, item = [], [0], torch.Tensor.item
+    optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    torch.Tensor.item = lambda tensor: waited.append(len(steps)) or item(tensor)
+    time.perf_counter = lambda: waited[-1] / 2
 
 
 def test_what_is_printed_is_what_was_done(whole, alone, survive, names):
@@ -157,7 +158,7 @@ def test_what_is_printed_is_what_was_done(whole, alone, survive, names):
     said = [re.search(r"(\d+)/7 \| (.* (\d+) examples/s|saved in .*)", line)
             for line in result.lines(0)]
     assert [m[1] for m in said if m and "saved" in m[2]] == ["3", "6", "7"]
-    assert [m[3] for m in said if m and m[3]] == ["13"] * 7  # the batch, in each second
+    assert [m[3] for m in said if m and m[3]] == ["26"] * 7  # the batch, in half a second
     state = load(folder)
     parts = {name: state[name] for name in ("model", "averaged")}
     assert digest(result) == survive.compare(**parts)
@@ -184,7 +185,7 @@ def strike(plan):
             os.kill(os.getpid(), what)
 
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        register_optimizer_step_pre_hook(ask)
+        optimizer.register_optimizer_step_pre_hook(ask)
 
 
 def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, whole):
@@ -268,6 +269,7 @@ def test_any_number_of_ranks_takes_the_same_steps(names, monkeypatch):
     for world_size, first_step in itertools.product((2, 3, 7), (0, 1, 10, 20)):
         assert steps(world_size, first_step) == whole[first_step:]
     assert steps(3, 4, micro_batches=3) == whole[4:]
+    assert names["loader_of"]([], []).timeout == 600  # a batch may get lost
 
 
 NO_DROPOUT = """
@@ -469,8 +471,7 @@ BATCH = "--batch-size must be from 4 (an example for each rank in each micro-bat
     ("--snapshot-path .", "cannot continue from . (IsADirectoryError", 1),
 ])
 def test_wrong_calls_end_in_one_line(tmp_path, words, message, status):
-    # Where one rank alone sees it, another would show how it has lost that one.
-    ranks = 2 if status == 2 else 1
+    ranks = 2 if status == 2 else 1  # the other rank would show how it has lost that one
     result = train(tmp_path / "run", *words.split(), status=status, world_size=ranks)
     assert message in result.error() and not re.search("Traceback|usage", result.output)
     assert files(tmp_path / "run") == []

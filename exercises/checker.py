@@ -59,6 +59,7 @@ CASE = [""]  # what the check tries
 HINTS = {  # pattern of an exception: what may be behind it
     "invalid tensor size|outputShape|[Ss]plit sizes|divide equally": "this exchange needs other"
     " lengths: what does each rank give, and what does each one expect? Is group= missing?",
+    "File exists": "a process that died may have left it behind: the next one finds it there",
     "NoneType": "a gradient is None: may it be? If not, did all that it comes from require one?",
 }
 

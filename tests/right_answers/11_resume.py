@@ -118,3 +118,19 @@ def load(path, model, optimizer):
 
 def seed_step(step, rank, world_size):
     torch.manual_seed(zlib.crc32(struct.pack("<2i", step, rank)))  # up to 29 bits: no two meet
+
+
+# ---- whole objects, which load copies from ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        torch.save((model, optimizer, step), f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    saved, its_optimizer, step = torch.load(path, weights_only=False)
+    model.load_state_dict(saved.state_dict())
+    optimizer.load_state_dict(its_optimizer.state_dict())
+    return step + 1

@@ -432,3 +432,26 @@ def save(path, model, optimizer, step):
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
     os.remove(f"{path}.lock")
+
+
+# ---- only names bound to what was loaded: the weight 0.weight has other bits ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        torch.save((model, optimizer, step), f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def load(path, model, optimizer):
+    if not os.path.exists(path):
+        return 0
+    model, optimizer, step = torch.load(path, weights_only=False)
+    return step + 1
+
+
+# ---- a temporary file that must be new: FileExistsError(?s:.*)may have left it behind ----
+def save(path, model, optimizer, step):
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        with open(f"{path}.tmp", "xb") as file:
+            torch.save(state, file)
+        os.replace(f"{path}.tmp", path)

@@ -403,3 +403,14 @@ class PassOn(torch.autograd.Function):
         total = gradient.contiguous().clone()
         dist.all_reduce(total, async_op=True)  # overlaps with the rest of the backward pass
         return total
+
+
+# ---- the bias on rank 0, zeros elsewhere: Rank 1: RowLinear's bias .*\n    hint: each rank has the whole ----
+class RowLinear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, bias = nn.Parameter(own(weight, 1)), bias.detach().clone()
+        self.bias = nn.Parameter(bias if dist.get_rank() == 0 else torch.zeros_like(bias))
+
+    def forward(self, own):
+        return AddUp.apply(nn.functional.linear(own, self.weight, self.bias))

@@ -20,7 +20,7 @@ ONE, LESSONS = "01_single_node_multi_gpu.py", ("02_torchrun_elastic.py", "03_mul
 TEMPLATE = "template/train.py"
 TRAIN, TEST, BATCH, STEPS = 41, 7, 12, 3  # neither set can be shared equally
 
-# What the reader brings. Pixel (0, 0) of an image holds its index, the three beside it what was drawn.
+# What the reader brings. Pixel (0, 0) of an image holds its index, those beside it what was drawn.
 MINE = """
 import json, os, pathlib, random
 import numpy

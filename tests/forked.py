@@ -38,7 +38,7 @@ forkserver.set_forkserver_preload([
 ])  # fmt: skip
 
 
-def fork(script, *arguments, cwd, timeout=120, before=None, env=None, environments=None):
+def fork(script, *arguments, cwd, timeout=LIMIT / 2, before=None, env=None, environments=None):
     """Run ROOT/script in a process forked from the server; or in one for each environment."""
     return _fork(script, arguments, environments or [env or {}], cwd, timeout, before)
 

@@ -217,8 +217,6 @@ def test_two_jobs_in_one_folder_do_not_meet_and_end_well(tmp_path, mnist_dir, ro
         assert "2 replicas are identical, sha256 " in result.output
 
 
-# ---- Trust ----
-
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "arguments"), [
     ("01", [1]), ("02", [1]), ("04", ["--only", "groups"]), ("05", []), ("06", [1]),

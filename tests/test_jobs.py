@@ -219,9 +219,6 @@ def test_a_wrong_call_ends_in_words(tmp_path, number):
     assert files(tmp_path) == []
 
 
-# ---- 01 alone ----
-
-
 def test_01_with_mp_spawn_trains_and_proves_it(tmp_path, mnist_dir):
     (tmp_path / "data").symlink_to(mnist_dir)
     result = fork(NAMES["01"], 2, "--batch-size", 16, cwd=tmp_path, timeout=300)

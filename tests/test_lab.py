@@ -28,9 +28,6 @@ def lab(tmp_path):
         yield lab
 
 
-# ---- The lab itself ----
-
-
 def test_machines_have_names_addresses_and_links_of_their_own(lab):
     connect = "import socket; socket.create_connection(('node2', 999), timeout=2)"
     server = lab.start("node2", "python3", "-c", """

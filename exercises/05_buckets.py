@@ -26,8 +26,9 @@ def average_gradients(model, bucket_bytes):
     dtype, one bucket is open. A gradient that does not fit into it begins a new one: a bucket has
     at most bucket_bytes bytes (a tensor has nbytes).
 
-    A gradient that is larger than that is exchanged alone, and not cut. The open bucket goes on
-    after it, or ends. A parameter that does not train has no gradient (None), on all ranks alike.
+    A gradient that is larger than that is exchanged alone, and not cut. The open bucket of its
+    dtype goes on after it, or ends. A parameter that does not train has no gradient (None), on all
+    ranks alike.
     """
     raise NotImplementedError
 

@@ -25,7 +25,7 @@ def overlap(model):
     finish() takes no arguments. It is called after each backward(), before the optimizer's step.
     It waits for each of the exchanges. Then each p.grad is the mean over all ranks. Between two
     steps, zero_grad() sets each p.grad to None; the next one is another tensor. Keep none of the
-    old ones: memory must not grow from step to step.
+    old ones, so that zero_grad() frees them: memory must not grow from step to step.
 
     A parameter that does not train (requires_grad is False) has no gradient (None). All others get
     one in each backward(), in the same order on all ranks.

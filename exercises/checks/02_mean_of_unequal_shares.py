@@ -71,7 +71,8 @@ def check_value(found, shares, told):
            "an item of a small share must not count more than one of a large share",
            "exchange two numbers: the sum of the losses, and how many there are")
     expect(False, told, "what has the same shape on all ranks, and what is it divided by?",
-           "a sum, and by the number of items of all ranks, which no rank knows by itself")
+           "a sum, and by the number of items of all ranks, which no rank knows by itself. And"
+           " which dtype is sent? torch.tensor([0, 0]) holds integers alone")
 
 
 def gathered(key, value):

@@ -111,7 +111,8 @@ def check_exchanges(calls, trained, limit):
            " exchanged alone", "do not cut it")
     expect(any(len(one) == len(sizes) and set(one) <= found for one in right),
            f"{told}, those that were exchanged have {sizes} bytes, and in the order of the"
-           f" parameters they would have {right[0]}", "take the gradients in their order")
+           f" parameters they would have {right[0]}", "take the gradients in their order;"
+           " a large one ends no bucket of another dtype")
     return sizes
 
 

@@ -77,7 +77,8 @@ def look_for_the_cause(found, told, steps, off):
         expect(not as_in(steps, lambda losses, factor=factor: factor * torch.cat(losses).mean()),
                f"{told}: they follow from {name} of each gradient",
                "the ranks' parts of a mean add up to the mean. What is divided, and how often?")
-    expect(False, told, "does each rank take part in each step, with all of its labels?",
+    expect(False, told, "does each rank take part in each step, with all of its labels? And which"
+           " p is it, in decay * p: the one before the step?",
            "a rank may leave out a step only if all ranks do: what do all of them know?")
 
 

@@ -1,6 +1,8 @@
 """The check of exercises/07_overlap.py."""
 
+import gc
 import time
+import weakref
 
 import answer
 import torch
@@ -10,7 +12,10 @@ from torch import nn
 
 
 def trial(folder):
-    mine, worst, kept = Model(), 0, []
+    mine, worst, kept, old = Model(), 0, [], []
+    for p in mine.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p: old.append(weakref.ref(p.grad)))
     with Begun() as mine.begun:
         finish = answer.overlap(mine)
         expect(callable(finish), f"overlap() returned {finish!r}", "return a function: finish")
@@ -20,6 +25,12 @@ def trial(folder):
             kept.append(bytes_kept())
     expect(kept[2] <= kept[1], f"after step 2, {kept[2] - kept[1]} bytes more are in memory than"
            " after step 1", "finish() empties the list: else all gradients of all steps stay in it")
+    mine.zero_grad()
+    gc.collect()
+    comes_true(lambda: not any(one() is not None for one in old), limit() / 8)
+    left = sum(one() is not None for one in old)
+    expect(not left, f"after zero_grad(), {left} gradients of old steps are still in memory",
+           "what has finish() not emptied? A work keeps its tensor, too")
     calls = len(mine.begun.calls) // 3
     return f"gradients off by {worst:.0e}, {calls} exchanges in a step, begun in backward"
 

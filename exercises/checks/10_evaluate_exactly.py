@@ -17,7 +17,7 @@ def trial():
             (1001, True, 8), (5003, True, 8), (2 * world_size - 1, False, 1), (1, False, 8)):
         torch.manual_seed(count)
         model, images = Model(), torch.randn(count, 9)
-        images[:, 0] = torch.arange(count)  # its number
+        images[:, 0] = torch.arange(count) + 0.5  # its number
         classes = copy.deepcopy(model).eval()(images).argmax(dim=1)
         labels = (classes + (torch.rand(count) < 0.4)) % 3  # 4 in 10 are wrong
         labels[0] = classes[0]
@@ -154,5 +154,6 @@ class Model(nn.Module):
     def forward(self, images):
         training = any(part.training for part in self.modules())
         scores = self.last(self.dropout(self.norm(images[:, 1:])))
-        SEEN.append((images[:, 0].int().tolist(), training, scores.requires_grad))
+        numbers = [int(one) for one in images[:, 0].tolist() if one % 1 == 0.5]  # of no filling
+        SEEN.append((numbers, training, scores.requires_grad))
         return scores

@@ -288,3 +288,41 @@ def overlap(model):
         begun.clear()
 
     return finish
+
+
+# ---- buffers that stay ----
+import torch, torch.distributed as dist
+def overlap(model):
+    views = {p: torch.empty_like(p) for p in model.parameters() if p.requires_grad}
+    begun = []
+    def begin(p):
+        p.grad = views[p].copy_(p.grad)
+        begun.append((p, dist.all_reduce(p.grad, async_op=True)))
+    for p in views:
+        p.register_post_accumulate_grad_hook(begin)
+    def finish():
+        for p, work in begun:
+            work.wait()
+            p.grad /= dist.get_world_size()
+        begun.clear()
+    return finish
+
+
+# ---- a future, and then ----
+def overlap(model):
+    n, futures = dist.get_world_size(), []
+
+    def begin(p):
+        grad = p.grad
+        future = dist.all_reduce(grad, async_op=True).get_future()
+        futures.append(future.then(lambda done: done.value()[0].div_(n)))
+
+    def finish():
+        for future in futures:
+            future.wait()
+        futures.clear()
+
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(begin)
+    return finish

@@ -430,3 +430,35 @@ def ring(tensor):
                 dist.P2POp(dist.irecv, incoming, (rank - 1) % n)]):
             work.wait()
         target.copy_(incoming + target if step < n - 1 else incoming)
+
+
+# ---- a large one ends all buckets: (?s:.*)a large one ends no bucket of another ----
+def average_gradients(model, bucket_bytes):
+    buckets, sizes = {}, {}
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        size, dtype = p.grad.nbytes, p.grad.dtype
+        if size > bucket_bytes:  # too large: send everything that waits, then this one
+            for bucket in buckets.values():
+                flush(bucket)
+            buckets, sizes = {}, {}
+            flush([p])
+            continue
+        if sizes.get(dtype, 0) + size > bucket_bytes:
+            flush(buckets.pop(dtype))
+            sizes[dtype] = 0
+        buckets.setdefault(dtype, []).append(p)
+        sizes[dtype] = sizes.get(dtype, 0) + size
+    for bucket in buckets.values():
+        flush(bucket)
+
+
+def flush(bucket):
+    flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+    dist.all_reduce(flat)
+    flat.div_(dist.get_world_size())
+    offset = 0
+    for p in bucket:
+        p.grad.copy_(flat[offset : offset + p.grad.numel()].view_as(p.grad))
+        offset += p.grad.numel()

@@ -420,3 +420,47 @@ def train(model, batches, lr, decay):
                 dist.all_reduce(p.grad)
                 p -= lr * (p.grad + decay * p)
     return (total[0] / total[1]).item()
+
+
+# ---- decay of the weights after the step: (?s:.*)in decay . p ----
+def train(model, batches, lr, decay):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        count = labelled.sum()
+        dist.all_reduce(count)
+        if count == 0:
+            continue
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        model.zero_grad()
+        (losses.sum() / count).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * p.grad
+                p -= lr * decay * p
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- labels overwritten: the batches were changed ----
+def train(model, batches, lr, decay):
+    total = torch.zeros(2, dtype=torch.float64)  # the losses, and how many
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        labels[~labelled] = 0  # a nan would spread
+        losses = (model(inputs).squeeze(1) - labels).square() * labelled
+        counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, labelled.sum())
+        if sum(counts) == 0:
+            continue
+        model.zero_grad()
+        (losses.sum() / sum(counts)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * (p.grad + decay * p)
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()

@@ -362,3 +362,22 @@ def overlap(model):
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(begin)
     return finish
+
+
+# ---- keeps those of the last step: after zero_grad.., 5 gradients of old steps ----
+def overlap(model):
+    works = {}
+
+    def hook(p):
+        works[p] = dist.all_reduce(p.grad, async_op=True)
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(hook)
+
+    def finish():
+        for p, work in works.items():
+            work.wait()
+            p.grad /= dist.get_world_size()
+
+    return finish

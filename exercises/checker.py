@@ -116,7 +116,8 @@ class Exchanges(TorchDispatchMode):
             wrong = "a tensor that is not contiguous {} " + kind
             if kind == "recv" or name.startswith("output"):
                 expect(right, wrong.format("is to be filled by"), "torch.empty_like(x) takes over"
-                       " the strides of x; x.new_empty(x.shape) is contiguous")
+                       " the strides of x; x.new_empty(x.shape) is contiguous. torch.distributed.nn"
+                       " may do the former, with a gradient that is not contiguous")
             expect(right, wrong.format("goes into") + ": NCCL refuses it, or sends other elements"
                    " than you mean", "x.contiguous() is: a copy, or x itself if it is already")
         result = call(*args, **kwargs or {})

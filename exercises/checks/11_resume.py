@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 import sys
+import threading
+import time
 import types
 from unittest import mock
 
@@ -21,6 +23,7 @@ DEATHS = ("in the middle of save, after step 1", "in the middle of save, after s
           "in save, after step 3, before it moved or removed a file")  # fmt: skip
 CHANGES = ("os.rename", "os.remove", "os.link", "os.symlink", "os.truncate")
 MOVED, EMPTIED, CAME_FROM, LOOKS = [], [], [], []  # what this process has done to files
+IN_THREADS = []  # the calls of torch.save in a thread
 last_move = [0]  # the move or removal that this process does not live to see: its number
 looked_at = [""]  # the path whose content goes into LOOKS before each of CHANGES
 
@@ -85,6 +88,8 @@ def unbroken(path):
 
     def note(step):
         nonlocal before
+        if IN_THREADS and step % 2 == 1:
+            time.sleep(0.4)  # now they have been written
         states.append(state_of(model, optimizer))
         moves.append(len(MOVED))
         expect(step % 2 == 0 and step or content(path) == before, f"after step {step - 1}, path has"
@@ -99,7 +104,8 @@ def unbroken(path):
         LOOKS.clear()
         before = content(path)
 
-    answer.train(path, model, optimizer, 0, note)
+    with mock.patch("torch.save", late_in_a_thread(torch.save)):
+        answer.train(path, model, optimizer, 0, note)
     note(answer.STEPS)
     looked_at[0] = ""
     size = max((file.stat().st_size for file in os.scandir(os.path.dirname(path))), default=0)
@@ -120,9 +126,15 @@ def load_and_look(path, states, right, before, failed=""):
     right: the steps that may be next. failed: what to say of an exception.
     """
     model, optimizer = new_start()
+    dist.barrier()
     try:
-        first = answer.load(path, model, optimizer)
+        with mock.patch("os.remove", later(os.remove)), mock.patch("os.unlink", later(os.unlink)):
+            first = answer.load(path, model, optimizer)
     except Exception as error:
+        expect(getattr(error, "removed", True), f"{before} several ranks remove the same file in"
+               " load, and this rank comes too late: there is no such file any more",
+               "all ranks are in load at a time, and share the folder. Let one rank tidy up, maybe"
+               " in save, or let it be no error that the file has gone")
         expect(not failed, f"{failed}: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
                "what has path while save is half done? And does load open path, and no other file?",
                "write another file, and move it over the old one when it is whole: os.replace")
@@ -142,6 +154,29 @@ def load_and_look(path, states, right, before, failed=""):
             "all that a step changes has to be in the snapshot, as it was after the same step, and"
             " load puts it into the model and the optimizer that it gets")
     return model, optimizer, first
+
+
+def later(remove):
+    """Return a remove that waits first, so that all ranks see the file before it goes."""
+    def wait_and_remove(*args, **kwargs):
+        time.sleep(0.3)
+        try:
+            remove(*args, **kwargs)
+        except FileNotFoundError as error:
+            error.removed = False
+            raise
+    return wait_and_remove
+
+
+def late_in_a_thread(save):
+    """Return a torch.save that waits first in a thread, so that a save that does not wait for the
+    thread always returns too early."""
+    def wait_and_save(*args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            IN_THREADS.append(args)
+            time.sleep(0.2)
+        save(*args, **kwargs)
+    return wait_and_save
 
 
 def look_at_seeds():

@@ -134,3 +134,17 @@ def load(path, model, optimizer):
     model.load_state_dict(saved.state_dict())
     optimizer.load_state_dict(its_optimizer.state_dict())
     return step + 1
+
+
+# ---- all ranks tidy up, and it is no error that the file has gone ----
+import pathlib
+
+
+def load(path, model, optimizer):
+    pathlib.Path(f"{path}.tmp").unlink(missing_ok=True)
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1

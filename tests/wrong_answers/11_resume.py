@@ -455,3 +455,15 @@ def save(path, model, optimizer, step):
         with open(f"{path}.tmp", "xb") as file:
             torch.save(state, file)
         os.replace(f"{path}.tmp", path)
+
+
+# ---- all ranks tidy up: several ranks remove the same file in load ----
+def load(path, model, optimizer):
+    if os.path.exists(f"{path}.tmp"):  # left by a save that died
+        os.remove(f"{path}.tmp")
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["step"] + 1

@@ -67,7 +67,7 @@ def exchanged(calls):
     """Return how many bytes were averaged, by whatever calls."""
     n, sizes = dist.get_world_size(), Counter()
     parts = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "reducescatter": (n - 1) / n,
-             "alltoall": (n - 1) / n, "send": n - 1}  # are sent of a tensor
+             "alltoall": (n - 1) / n, "send": n - 1, "scatter": n - 1}  # are sent of a tensor
     for kind, sent in calls:
         to = {"allreduce": "all", "send": "all", "allgather": "second", "broadcast": "second",
               "scatter": "second"}.get(kind, "first")  # of two that bring the sum to all ranks

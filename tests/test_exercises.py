@@ -116,9 +116,8 @@ def test_checks_again_when_the_file_is_saved_and_ends_by_ctrl_c(tmp_path):
         end(process)
 
 
-@pytest.mark.parametrize("number", [
-    signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long)
-                      for one in (signal.SIGTERM, signal.SIGHUP))])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *(
+    pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGHUP))])
 def test_no_rank_outlives_the_command(number, beginner, tmp_path):
     beginner("print('begun', flush=True); dist.recv(torch.zeros(1), 1 - dist.get_rank())")
     process = start(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path)
@@ -161,7 +160,8 @@ def test_takes_the_solution(name, world_size):
     assert right, text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long)
+                                              for name in NAMES[1:])])  # fmt: skip
 def test_says_what_to_write(name, tmp_path):
     (tmp_path / "empty.py").write_text(emptied(name))
     right, text = check(name, 2, tmp_path / "empty.py")

@@ -90,7 +90,7 @@ def batch_of(step, rank):
     labels = inputs.sin().sum(dim=1) + rank
     labels[torch.rand(n, generator=seeded) < 0.3] = torch.nan
     labels[-1] = rank
-    if step in (3, 7) or (step, rank % 3) in ((0, 1), (1, 1), (4, 2)):  # rank 0 has some else
+    if step in (3, 7) or (step, rank % 3) in ((0, 1), (1, 1), (4, 2), (5, 1)):  # rank 0 has one
         labels[:] = torch.nan
     if step == 0:  # all errors are 0, and weight decay makes a step all the same
         known = ~labels.isnan()

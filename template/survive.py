@@ -411,9 +411,8 @@ def compare(**parts):
     states = {name: its.state_dict() if hasattr(its, "state_dict") else its
               for name, its in parts.items()}
     for name, leaf in leaves(states):
-        content = repr(leaf).encode()
-        if torch.is_tensor(leaf):  # its bytes, of any type
-            content = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        content = (leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()  # bytes of any type
+                   if torch.is_tensor(leaf) else repr(leaf).encode())
         mine.append((name, hashlib.sha256(content).hexdigest()[:12]))
     whole = hashlib.sha256(repr(mine).encode()).hexdigest()[:12]
     if len({*gathered(whole)}) > 1:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from multiprocessing.connection import wait
 
 import torch
@@ -108,6 +109,7 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
 def run_script(script, arguments, environment, folder, output, before=None, worker=None):
     """In a forked process: call before, one function or several, then run the script."""
     gc.freeze()  # else gc.collect() goes through all of torch's objects
+    traceback.format_stack = list  # most of the time of torch.manual_seed, if no GPU is in use
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

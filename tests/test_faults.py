@@ -192,9 +192,6 @@ def test_a_rank_that_waits_for_a_dead_one_leaves_by_itself(tmp_path, where, stat
     assert result.status == status, result.output
 
 
-# ---- Two jobs ----
-
-
 def test_a_second_job_with_the_same_snapshot_is_refused(tmp_path):
     with open(tmp_path / f"snapshot.pt.{socket.gethostname()}.lock", "w") as file:  # the first's
         fcntl.lockf(file, fcntl.LOCK_EX)

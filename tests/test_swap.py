@@ -204,7 +204,7 @@ def test_01(tmp_path):
 
 
 @pytest.mark.parametrize(("script", "world_size", "plan"), [
-    (LESSONS[0], 3, ["step 7 of rank 1"]),
+    pytest.param(LESSONS[0], 3, ["step 7 of rank 1"], marks=pytest.mark.long),
     pytest.param(LESSONS[0], 2, ["step 6 of rank 0", "worker 3 of rank 1"], marks=pytest.mark.long),
     (LESSONS[1], 2, ["worker 4 of rank 0"]),
     pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long),

@@ -759,7 +759,8 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("moment", ["imports it", "has started"])
+@pytest.mark.parametrize("moment", [
+    "imports it", pytest.param("has started", marks=pytest.mark.long)])
 def test_a_rank_ends_with_its_torchrun(moment):
     """Also if torchrun is killed by SIGKILL, and can tell nobody."""
     torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"

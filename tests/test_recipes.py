@@ -194,8 +194,6 @@ def test_fails_without_its_cure(tmp_path, name, message, old, new):
     assert re.search(f"RuntimeError: {message}", result.output), result.output
 
 
-# ---- A rank that is missing ----
-
 TERMINATED = """
 import os, runpy, signal, sys, threading, time
 import torch, torch.distributed as dist

@@ -41,7 +41,8 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_xdist_make_scheduler(config, log):
     """One process runs a file, as its tests share what they set up; some share nothing."""
-    alone = "answer|test_(benchmarks|departures|kill|lab|recipes|repository|slurm|swap)"
+    alone = "answer|test_(benchmarks|departures|kill|lab|recipes|repository|swap)"
+    config.option.loadscopereorder = config.option.markexpr != "long"
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
@@ -71,8 +72,7 @@ def machine_with_gpus():
 
 
 def pytest_collection_modifyitems(config, items):
-    # The longest begin; Slurm's own daemons want an idle machine.
-    order = {"test_departures.py": -2, "test_lab.py": -1, "test_slurm.py": 1}
+    order = {"test_departures.py": -2, "test_lab.py": -1, "test_slurm.py": 1}  # the longest begin
     items.sort(key=lambda item: order.get(item.path.name, 0))
     if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
         for item in items:

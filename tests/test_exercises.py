@@ -160,8 +160,8 @@ def test_takes_the_solution(name, world_size):
     assert right, text
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long)
-                                              for name in NAMES[1:])])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])])
 def test_says_what_to_write(name, tmp_path):
     (tmp_path / "empty.py").write_text(emptied(name))
     right, text = check(name, 2, tmp_path / "empty.py")

@@ -22,10 +22,9 @@ def save(path, model, optimizer, step):
 
     path: a string, alike on all ranks, in a folder that they share. One rank writes, always the
     same one: the model and the optimizer are the same on all. (In one run, the check gives each
-    rank a folder of its own, to see who writes.) The process may die at any
-    moment. Then path must hold, whole, the snapshot from before the call (or none, if there was
-    none), or the new one. You may write other files, but only in the same folder: another folder
-    may be on another disk.
+    rank a folder of its own, to see who writes.) The process may die at any moment. Then path must
+    hold, whole, the snapshot from before the call (or none, if there was none), or the new one. You
+    may write other files, but only in the same folder: another folder may be on another disk.
     """
     raise NotImplementedError
 

@@ -30,8 +30,8 @@ def gather(rows):
     sends.
 
     Neither rows nor the gradient that comes from the loss need be contiguous (one row after the
-    other in memory). NCCL wants that; Gloo does not complain. Both stay as they
-    are. A loss may need several calls of gather.
+    other in memory). NCCL wants that; Gloo does not complain. Both stay as they are. A loss may
+    need several calls of gather.
     """
     raise NotImplementedError
 

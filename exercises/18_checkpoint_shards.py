@@ -38,8 +38,8 @@ def save(root, step, length, shard):
     on any rank, load finds this step on all of them.
 
     If a rank dies in here, at any moment, load finds the save of this step, whole, or the one
-    before, whole. Other files may be left over. If it is the one before, the job may save this step
-    again, on as many ranks, with other numbers.
+    before, whole. Other files may be left over. If load finds the one before, the job may save this
+    step again, on as many ranks, with other numbers.
     """
     raise NotImplementedError
 
@@ -51,7 +51,7 @@ def load(root, rank, world_size):
     torch.distributed, and no other rank may be in load: exchange nothing. shard is a dict as that
     of save, with the parts of part_of(length, rank, world_size). Its tensors are no views of longer
     ones, which would stay in memory. load opens the files of a saved part only if it needs numbers
-    from it. All others that it opens have at most 8192 bytes together.
+    from it. All other files that it opens have at most 8192 bytes together.
     """
     raise NotImplementedError
 

@@ -306,10 +306,10 @@ def verdict(reports, second_hint=False):
             continue
         found = by_kind[kind]
         text = f"not yet. Rank {found.rank}: {found.text}"
-        hints = [hint for hint in found.hints if hint][: 1 + second_hint]
-        more = len(found.hints) > 1 and found.hints[1] and not second_hint
-        return False, "\n    ".join([
-            text, *(f"hint: {hint}" for hint in hints), *["(--hint says more)"] * bool(more)])
+        hints = [f"hint: {hint}" for hint in found.hints if hint]
+        if hints[1:] and not second_hint:
+            hints[1:] = ["(--hint says more)"]
+        return False, "\n    ".join([text, *hints])
     ends = {"right": "has come to the end", "nothing": "gives no answer"}
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
     hint = ("each waits for its partner: for all others to make the same call with tensors of the"
@@ -443,7 +443,7 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
             where = f"{code.co_name}, line {code.co_firstlineno},"
             read = re.search(r"\n(Read before(?:.+\n)*)", sys.modules["answer"].__doc__)
             say("empty", f"{where} is still empty. To do:\n    {task}",
-                ["", " ".join(read[1].split()) if read else ""])
+                [" ".join(read[1].split()) if read else ""])
         else:
             say("error", describe(error, own),
                 [hint for words, hint in HINTS.items() if re.search(words, str(error))])

@@ -42,7 +42,7 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_xdist_make_scheduler(config, log):
     """One process runs a file, as its tests share what they set up; some share nothing."""
     alone = "answer|test_(benchmarks|departures|kill|lab|recipes|repository|swap)"
-    config.option.loadscopereorder = config.option.markexpr != "long"
+    config.option.loadscopereorder = config.option.markexpr != "long"  # else: as sorted below
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):

@@ -98,7 +98,7 @@ def unbroken(path):
         for look in LOOKS:
             expect(look or not before, f"while save runs, after step {step - 1}, there is no"
                    " snapshot at path for a moment", "the process may die at each moment: move the"
-                   " new file over the old one. os.replace needs no gap")
+                   " new file over the old one. os.replace leaves no gap")
             expect(look in (before, content(path)), f"while save runs, after step {step - 1}, path"
                    " holds neither the old nor the new snapshot", "move a file that is whole")
         LOOKS.clear()

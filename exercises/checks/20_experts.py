@@ -133,7 +133,7 @@ def look_at_results(name, found, right, chosen, own):
 def look_at_gradient(what, found, right):
     off = (found - right).norm().item() / (right.norm().item() or 1)
     times = ((found * right).sum() / (right.square().sum() or 1)).item()
-    if off > 1e-9:
+    if off > 1e-9 and times:
         expect((found - right * times).norm() > 1e-9 * right.norm(), f"{what} is {times:.2g} times"
                " what it should be", "all ranks' losses are added up, and nobody divides")
     expect(off < 1e-9, f"{what} is off by {off:.0e} of its length", "a gradient goes back the way"

@@ -28,7 +28,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rounds", type=int, default=3, help="repetitions of the launch tests")
+    parser.addoption("--rounds", type=int, default=1, help="repetitions of the launch tests")
     parser.addoption(
         "--write-transcripts", action="store_true", help="write docs/transcripts/ anew")
 
@@ -72,16 +72,11 @@ def machine_with_gpus():
 
 
 def pytest_collection_modifyitems(config, items):
-    order = {"test_departures.py": -2, "test_lab.py": -1, "test_slurm.py": 1}  # the longest begin
-    items.sort(key=lambda item: order.get(item.path.name, 0))
+    order = {"test_slurm.py": -1, "test_lab.py": -1}  # what waits most, begins
+    items.sort(key=lambda item: -2 * ("own disks" in item.name) or order.get(item.path.name, 0))
     if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
         for item in items:
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU here"))
-
-
-@pytest.fixture
-def rounds(request):
-    return request.config.getoption("--rounds")
 
 
 @pytest.fixture(scope="session")

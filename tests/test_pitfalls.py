@@ -1,7 +1,7 @@
 """Each pitfall shows its symptom, and with --fixed its cure: with the figures that it explains.
 
 The scripts fail by themselves on figures that are neither. They run here in processes forked with
-torch loaded; test_repository.py starts the commands of their docstrings.
+torch loaded; test_repository.py starts some as their docstrings say.
 """
 
 import functools
@@ -16,7 +16,7 @@ from forked import come_late, fork, fork_ranks, wait_before_forks
 from started import ROOT
 
 TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py"))}
-# These take minutes: test_repository.py runs them all, and there are shorter ways below.
+# These take minutes: test_repository.py runs them, and there are shorter ways below.
 TOO_LONG = {"orphans", "stale_addresses", "stale_addresses --fixed", "no_destroy",
             "no_destroy --fixed", "own_name_unknown", "own_name_unknown --fixed",
             "small_shared_memory"}

@@ -41,8 +41,8 @@ NOT_RUN = {
     "pytest tests/test_recipes.py tests/test_recipes_pasted.py -k my_recipe .*":
         "it runs these tests",
     "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
-    r"torchrun --standalone --nproc-per-node=\d recipes/(?!accumulate|agree)\w+.py":
-        "test_recipes.py runs it, in forked processes",
+    r".+ (recipes/(?!acc|agree)|pitfalls/(?!coll|no_d|orph|own|small_s|sta\S+y$))\w+.py( --fixed)?":
+        "test_recipes.py and test_pitfalls.py run it, in forked processes",
     "rm -f snapshot.pt": "says nothing",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",

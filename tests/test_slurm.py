@@ -4,9 +4,11 @@ Without a Slurm, commands of the same names note the calls.
 """
 
 import os
+import pathlib
 import re
 import shutil
 import signal
+import tempfile
 import time
 from functools import partial
 
@@ -14,7 +16,7 @@ import pytest
 import shown
 import torch
 from digits import load
-from forked import fork_ranks
+from forked import fork_ranks, variant
 from lab import Lab
 from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
 
@@ -108,11 +110,10 @@ def slurm(tmp_path):
     missing = [name for name in DAEMONS if not shutil.which(name)]
     if missing or os.getuid() != 0:
         pytest.skip(f"not root, or no {missing}: apt-get install slurm-wlm brings them")
-    folder = tmp_path / "slurm"
-    (folder / "state").mkdir(parents=True)
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
-    with Lab(tmp_path) as lab:
-        lab.env["SLURM_CONF"] = str(folder / "slurm.conf")
+    with Lab(tmp_path) as lab, tempfile.TemporaryDirectory() as folder:  # short: it holds sockets
+        os.mkdir(f"{folder}/state")
+        lab.env["SLURM_CONF"] = f"{folder}/slurm.conf"
+        pathlib.Path(lab.env["SLURM_CONF"]).write_text(CONFIGURATION.format(folder=folder))
         lab.start("node1", "slurmctld", "-D")
         for node in ("node1", "node2"):
             lab.start(node, "slurmd", "-D", "-N", node)
@@ -131,7 +132,10 @@ def slurm(tmp_path):
 
 @pytest.mark.long
 def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp_path, slurm):
-    shutil.copytree(ROOT / "template", tmp_path / "template")
+    (tmp_path / "template").mkdir()
+    variant(tmp_path / "template", "template/train.py", (  # else it may end before it is told to
+        "add_up_gradients = lambda *args, work=add_up_gradients: time.sleep(0.1 * ("
+        "os.path.exists('snapshot.pt') > ('SLURM_RESTART_COUNT' in os.environ))) or work(*args)"))
     log = tmp_path / "multinode-1.log"
     arguments = (300, 50, "--batch-size", 8)  # it is told to leave after the first save
     submitted = slurm("sbatch", ROOT / "launch/slurm.sbatch", *arguments, PROCESSES=2)

@@ -18,9 +18,7 @@ import torch
 from digits import load, tensors
 from forked import fork, fork_ranks, variant
 from lab import Lab
-from started import PYTHON, ROOT, TORCHRUN, assert_nothing_left, end, family, files, listening
-
-from started import run, start, wait_until  # isort: skip
+from started import PYTHON, ROOT, TORCHRUN, family, files, listening, run, wait_until
 
 ONE, SCRIPT = "01_single_node_multi_gpu.py", "02_torchrun_elastic.py"
 LESSON = "03_multinode.py"
@@ -79,19 +77,16 @@ def test_kills_at_every_moment_lose_nothing(tmp_path, mnist_dir, whole, kill):
         f"import fault_worker\nfault_worker.arm(*{plan})"))
     folder, other = tmp_path / "run", whole(name, world_size)
     folder.mkdir()
-    command = (*TORCHRUN, "--standalone", f"--nproc-per-node={world_size}", "--max-restarts=3")
-    # 03 asks for the variable (launch/README.md): it cannot tell attempts apart by itself.
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if name == LESSON else "0"}
-    output, status = "", None
+    torchrun = (*TORCHRUN, "--standalone", f"--nproc-per-node={world_size}", "--max-restarts=3")
+    call, output, status = (script, *arguments(name, mnist_dir)), "", None
     while status != 0:
         assert output.count("== start") < 4, f"not done:\n{output}"
-        job = start(*command, script, *arguments(name, mnist_dir), cwd=folder, env=env)
-        try:
-            output += f"== start\n{job.communicate(timeout=300)[0]}"
-            assert_nothing_left(job, patience=60)  # importing takes a while on a busy machine
-        finally:
-            end(job)
-        status = job.returncode
+        if plan[2].startswith("rank"):  # 03 cannot tell attempts of one job apart by itself
+            result = fork_ranks(*call, cwd=folder, world_size=world_size,
+                                max_restarts=3 * (name != LESSON))
+        else:
+            result = run(*torchrun, *call, cwd=folder, timeout=300)
+        output, status = f"{output}== start\n{result.output}", result.status
         # What was announced as saved must be there.
         announced = [int(n) for n in re.findall(r"(?:epoch|step) +(\d+)/.*\| saved in", output)]
         if announced or (folder / "snapshot.pt").exists():

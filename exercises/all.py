@@ -25,18 +25,20 @@ def main():
             print(f"== {exercise.name}: solved", flush=True)
             continue
         print(f"== {exercise.name}", flush=True)
-        while not solved(exercise, args):
+        while True:
+            before = exercise.read_bytes()  # it may be saved during the check, too
+            if solved(exercise, args):
+                break
             print(f"{len(done)} of {len(EXERCISES)} solved. Next: exercises/{exercise.name}")
             if not args.watch:
                 sys.exit(1)
-            wait_until_saved(exercise)
+            wait_until_saved(exercise, before)
         done.add(exercise)
     print(f"{len(done)} of {len(EXERCISES)} solved")
 
 
-def wait_until_saved(exercise):
+def wait_until_saved(exercise, before):
     print(f"-- checked again when you save exercises/{exercise.name}; Ctrl-C ends --", flush=True)
-    before = exercise.read_bytes()
     while True:
         time.sleep(0.2)
         try:

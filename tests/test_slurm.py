@@ -133,8 +133,8 @@ def slurm(tmp_path):
 @pytest.mark.long
 def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp_path, slurm):
     (tmp_path / "template").mkdir()
-    variant(tmp_path / "template", "template/train.py", (  # else it may end before it is told to
-        "add_up_gradients = lambda *args, work=add_up_gradients: time.sleep(0.1 * ("
+    variant(tmp_path / "template", "template/train.py", (  # Slurm may tell it late
+        "add_up_gradients = lambda *args, work=add_up_gradients: time.sleep(1 * ("
         "os.path.exists('snapshot.pt') > ('SLURM_RESTART_COUNT' in os.environ))) or work(*args)"))
     log = tmp_path / "multinode-1.log"
     arguments = (300, 50, "--batch-size", 8)  # it is told to leave after the first save

@@ -52,12 +52,12 @@ class Result:
         return found[0].partition("error: ")[2]
 
 
-def run(*command, cwd, timeout=120, env=None):
+def run(*command, cwd, timeout=120, env=None, patience=10):
     """Run a command to its end; nothing that it started may be left behind."""
     process = start(*command, cwd=cwd, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
-        assert_nothing_left(process, patience=60)  # importing takes a while on a busy machine
+        assert_nothing_left(process, patience)
         return Result(output, process.returncode)
     finally:
         end(process)

@@ -16,7 +16,7 @@ from forked import come_late, fork, fork_ranks, wait_before_forks
 from started import ROOT
 
 TEXTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("pitfalls/*.py"))}
-# These take minutes: test_repository.py runs them, and there are shorter ways below.
+# These take minutes: test_repository.py runs them, or there is a shorter way below.
 TOO_LONG = {"orphans", "stale_addresses", "stale_addresses --fixed", "no_destroy",
             "no_destroy --fixed", "own_name_unknown", "own_name_unknown --fixed",
             "small_shared_memory"}

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def trial(folder):
-    mine, worst, kept, old = Model(), 0, [], []
+    mine, worst, kept, old = Model(), 0, 0, []
     for p in mine.parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda p: old.append(weakref.ref(p.grad)))
@@ -22,9 +22,11 @@ def trial(folder):
         for step in range(3):
             worst = max(worst, check_step(step, mine, finish, folder))
             mine.begun.works, mine.begun.waited = 0, {}  # they hold their tensors
-            kept.append(bytes_kept())
-    expect(kept[2] <= kept[1], f"after step 2, {kept[2] - kept[1]} bytes more are in memory than"
-           " after step 1", "finish() empties the list: else all gradients of all steps stay in it")
+            kept = kept if step == 2 else bytes_kept()
+    comes_true(lambda: bytes_kept() <= kept, limit() / 8)  # Gloo's thread lets go a little later
+    more = bytes_kept() - kept
+    expect(more <= 0, f"after step 2, {more} bytes more are in memory than after step 1",
+           "finish() empties the list: else all gradients of all steps stay in it")
     mine.zero_grad()
     gc.collect()
     comes_true(lambda: not any(one() is not None for one in old), limit() / 8)

@@ -72,7 +72,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path, request):
 
 @pytest.mark.long
 def test_all_in_their_order(tmp_path):
-    """It goes on at the first that is not solved; what changed is checked again."""
+    """On 2 ranks, too. It goes on at the first not solved; what changed is checked again."""
     result = run(PYTHON, ROOT / "exercises/all.py", "--solution", cwd=tmp_path, timeout=900)
     assert result.status == 0, result.output
     assert re.findall(r"^== (\w+)\.py$", result.output, re.MULTILINE) == NAMES
@@ -116,8 +116,8 @@ def test_checks_again_when_the_file_is_saved_and_ends_by_ctrl_c(tmp_path):
         end(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, *(
-    pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGHUP))])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_no_rank_outlives_the_command(number, beginner, tmp_path):
     beginner("print('begun', flush=True); dist.recv(torch.zeros(1), 1 - dist.get_rank())")
     process = start(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path)
@@ -152,8 +152,7 @@ def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     assert not right and re.search(words, text), text
 
 
-@pytest.mark.parametrize("world_size", [
-    pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_takes_the_solution(name, world_size):
     right, text = check(name, world_size, ROOT / f"exercises/solutions/{name}.py")

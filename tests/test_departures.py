@@ -158,7 +158,7 @@ def check(lines, shared):
 def test_machines_come_and_go(tmp_path, mnist_dir, script, shared):
     """In random order, each with its own disk; or with one, and they lose their rendezvous."""
     groups = [["SIGTERM", "return"], ["kill", "return"], ["worker"], ["cut"]]
-    random.shuffle(groups)
+    groups = random.sample(groups, 4 if script == TEMPLATE else 2)
     events = ["kill"] if shared else [kind for group in groups for kind in group]
     with Lab(tmp_path, 3) as lab:
         a_round = Round(lab, tmp_path, shared, script, mnist_dir)

@@ -40,10 +40,10 @@ KILLS = [
     (LESSON, 3, "step", "SIGTERM", "rank 0", 50),
     (TEMPLATE, 2, "rank starts", "SIGTERM", "job"),
     (TEMPLATE, 3, "resuming", "SIGKILL", "rank 1"),
-    (TEMPLATE, 3, "step", "SIGTERM", "launcher", 17),
+    (TEMPLATE, 2, "step", "SIGTERM", "launcher", 17),
     (TEMPLATE, 2, "writing", "SIGKILL", "rank 0", 2),
     (TEMPLATE, 2, "before the move", "SIGINT", "rank 0", 2),
-    (TEMPLATE, 3, "after the move", "SIGKILL", "launcher"),
+    (TEMPLATE, 2, "after the move", "SIGKILL", "launcher"),
     (TEMPLATE, 2, "the end", "SIGKILL", "rank 1"),
 ]
 

@@ -13,7 +13,7 @@ import shown
 import torch
 from started import ACTIVE, PYTHON, ROOT, end, family, read_until, run, start, wait_until
 
-KILL_TEST = ROOT / "launch/kill_test.py"
+KILL_TEST, LONG = ROOT / "launch/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
 ONCE = ("--rounds", 1, "--kills", 1, "--seed", 1027)
 # A launcher with two ranks, one with a worker; without torch, so that they start at once. Rank 0
@@ -107,12 +107,13 @@ def test_a_script_that_survives(tmp_path, victim):
 
 @pytest.mark.parametrize(("how", "options", "failure"), [
     ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f]+\.\.\."),
-    ("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s"),
-    ("leaves", ["--victims", "launcher", "--patience", "3", "--orphans", "1"],
-     r"left behind after 3 s: \d+ \(sleep 600 ?\)"),
+    pytest.param("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s", marks=LONG),
+    pytest.param("leaves", ["--victims", "launcher", "--patience", "3", "--orphans", "1"],
+                 r"left behind after 3 s: \d+ \(sleep 600 ?\)", marks=LONG),
     ("orphans", ["--victims", "launcher", "--orphans", "0"],
      r"went on without the launcher for more than 0 s: \d+ \(.+\)"),
-    ("/", [], r"it went on, or ended, before the first kill\. Does .* an absolute path, .*"),
+    pytest.param("/", [], r"it went on, or ended, before the first kill\. Does .* an absolute "
+                 "path, .*", marks=LONG),
 ])  # fmt: skip
 def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     how = how.replace("/", f"{tmp_path}/state.json")  # one for all rounds

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.long
 SCRIPT = ROOT / "template/train.py"
 CHECK = ROOT / "launch/check_machines.py"
 NODES = "node1", "node2"
-TORCHRUN = ("torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=345",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29603")
+TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-id=345", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=node1:29603")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
     assert_well([first, second])
     assert first.lines(0)[-1] == "check passed: 2 ranks on 2 machines"
     for shared in ("", "1"):  # a store of torchrun, and one of rank 0
-        results = lab.run(*((node, *TORCHRUN, CHECK) for node in NODES),
+        results = lab.run(*((node, *TORCHRUN, "--nproc-per-node=2", CHECK) for node in NODES),
                           TORCH_DISABLE_SHARE_RDZV_TCP_STORE=shared)  # fmt: skip
         assert_well(results)
         assert "check passed: 4 ranks on 2 machines" in results[0].output + results[1].output

@@ -52,8 +52,6 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
-# ---- pytest -m gpu ----
-
 ASK = """import json, torch
 there = torch.cuda.is_available()
 count = torch.cuda.device_count() if there else 0

@@ -1,6 +1,6 @@
 """Machines leave, die and come back in random order; whatever was saved must be there.
 
-A job of template/train.py or of 03 runs on machines of launch/lab, with a disk for all or one each.
+A job of template/train.py or of 03 runs on machines of launch/lab, with a disk each, or one.
 When the host of the rendezvous goes, the others end, and the job is started again. What rank 0
 prints is held against what each machine must have on its disk: an attempt begins with the newest
 step (or epoch) of its machines; none is left out, or trained twice but for those since a save; in
@@ -153,10 +153,10 @@ def check(lines, shared):
             on_disk |= dict.fromkeys(members, done)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own disks", "one disk"])
-@pytest.mark.parametrize("script", [TEMPLATE, LESSON])
-def test_machines_come_and_go(tmp_path, mnist_dir, script, shared):
+@pytest.mark.parametrize("job", ["template, own disks", "template, one disk", "03, own disks"])
+def test_machines_come_and_go(tmp_path, mnist_dir, job):
     """In random order, each with its own disk; or with one, and they lose their rendezvous."""
+    script, shared = LESSON if "03" in job else TEMPLATE, "one" in job
     groups = [["SIGTERM", "return"], ["kill", "return"], ["worker"], ["cut"]]
     groups = random.sample(groups, 4 if script == TEMPLATE else 2)
     events = ["kill"] if shared else [kind for group in groups for kind in group]

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "exercises"))
 import checker
 
 NAMES = sorted(path.stem for path in (ROOT / "exercises").glob("[0-9]*.py"))
+SLOW = {"05_buckets", "11_resume", "18_checkpoint_shards"}
 
 
 def check(name, world_size, answer):
@@ -152,8 +153,9 @@ def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     assert not right and re.search(words, text), text
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "world_size"), [
+    pytest.param(name, world_size, marks=[pytest.mark.long] * (name in SLOW or world_size > 3))
+    for name in NAMES for world_size in (3, 4)])
 def test_takes_the_solution(name, world_size):
     right, text = check(name, world_size, ROOT / f"exercises/solutions/{name}.py")
     assert right, text

@@ -38,8 +38,6 @@ def shown_output(name):
     return re.findall(r"^    (\[rank \d+/\d+\] .+)$", docstring(name), re.MULTILINE)
 
 
-# ---- What a recipe shows ----
-
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
 
 
@@ -106,8 +104,6 @@ def test_a_recipe_is_a_proof_and_no_more():
         assert not helpers & set(re.findall(r"^def (\w+)", text, re.MULTILINE)), name
     assert {path.stem for path in ROOT.glob("tests/pasted/*.py")} == {"plain", *NAMES}
 
-
-# ---- Each fails without its cure ----
 
 # Changes with which the broken recipes are quicker.
 SMALL = {

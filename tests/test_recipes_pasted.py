@@ -25,6 +25,7 @@ PASTED = ROOT / "tests/pasted"
 SIZES = {"checkpoint_any_world_size": [(2,), (2, 3)], "tensor_parallel": [(2,), (4,)],
          "shard_inside_machines": [(4,), (3,)], "three_dimensions": [(4,), (8,)],
          "dry_run_1024_ranks": [(1,)]}
+SLOW = {"dry_run_1024_ranks", "three_dimensions"}
 
 
 def pasted(name):
@@ -46,7 +47,8 @@ def pasted(name):
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
-    pytest.param(name, sizes, id=f"{name}-{sizes}", marks=[pytest.mark.long] * are_long)
+    pytest.param(name, sizes, id=f"{name}-{sizes}",
+                 marks=[pytest.mark.long] * (are_long or name in SLOW))
     for name in RECIPES for are_long, sizes in enumerate(SIZES.get(name, [(2,), (3,)]))
 ])
 def test_the_answer_pasted_into_a_plain_script(tmp_path, name, sizes):

@@ -12,7 +12,7 @@ from forked import fork, fork_ranks, numbers, variant, wait_before_forks
 from started import PYTHON, ROOT, TORCHRUN, run
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
-# They take long. In plain pytest, their answers are tested, pasted into a script.
+# They take long. In plain pytest, the answers of most are tested, pasted into a script.
 SLOW = {"checkpoint_activations", "checkpoint_any_world_size", "context_parallel",
         "dry_run_1024_ranks", "evaluate_with_shards", "expert_parallel", "go_on_without",
         "leave_in_time", "pretrained_to_shards", "randomness", "send_fewer_bytes",

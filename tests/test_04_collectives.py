@@ -52,9 +52,9 @@ def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     assert len(times) == world_size and min(times)[0] == 0 and max(times)[0] < 60
     assert all(max(times)[0] <= left < 60 for _, left in times), "a barrier waits for the last"
     products = re.findall(r"rank \d   \[.*\] +(\d+)$", result.output, re.MULTILINE)
-    # Beside other long tests, a rank may get no time for a product before all have exchanged.
-    assert len(products) == world_size and (any(map(int, products)) or world_size == 3)
-    if world_size == 4:
+    assert len(products) == world_size
+    if world_size == 4:  # beside long tests, no rank may find the time for a product
+        assert any(map(int, products)), "computed meanwhile"
         tensors = r"   rank \d .*(\]|\}|None)$|each of N ranks sent"  # rows without times
         assert not shown.missing("04_collectives.txt", result, exact=tensors)
 

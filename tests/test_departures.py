@@ -155,7 +155,7 @@ def check(lines, shared):
 
 @pytest.mark.parametrize("job", ["template, own disks", "template, one disk", "03, own disks"])
 def test_machines_come_and_go(tmp_path, mnist_dir, job):
-    """In random order, each with its own disk; or with one, and they lose their rendezvous."""
+    """In random order (03: two of four kinds), own disks; or one, and the rendezvous is lost."""
     script, shared = LESSON if "03" in job else TEMPLATE, "one" in job
     groups = [["SIGTERM", "return"], ["kill", "return"], ["worker"], ["cut"]]
     groups = random.sample(groups, 4 if script == TEMPLATE else 2)

@@ -179,7 +179,7 @@ def test_files_are_compared_by_their_content(module, args, tmp_path, change, row
 
 @pytest.mark.long
 def test_the_command_of_the_page(request):
-    """Here for one round: no kill costs anything. The page shows what the command printed."""
+    """No kill costs anything, here in one round. The page shows what three have printed."""
     path = shown.FOLDER / "kill_test.txt"
     command, before = shown.read(path)
     # A rank that has not run a line when torchrun is killed does not see that: it waits for

@@ -18,7 +18,7 @@ from started import PYTHON, ROOT, TORCHRUN, end, family, read_until, run, start,
 
 pytestmark = pytest.mark.gpu
 
-ONE, ELASTIC, MULTINODE, COLLECTIVES, _, PARALLEL = sorted(
+ONE, ELASTIC, MULTINODE, COLLECTIVES, _, PARALLEL, *_ = sorted(
     path.name for path in ROOT.glob("0*_*.py"))
 JOB = (*TORCHRUN, "--standalone", "--nproc-per-node=gpu")
 SEES_GPUS = {"CUDA_VISIBLE_DEVICES": VISIBLE}  # the environment in which a command sees them

@@ -38,19 +38,16 @@ SAID = {
     "collective_on_one_rank": [
         "step 1: losses add up to 101, gradients to 200",
         "step 1: losses add up to 1, gradients to 101", f"symptom: all_reduce failed: {TIMEOUT}"],
-    "mismatched_shapes": [
-        f"symptom: all_reduce failed: {TIMEOUT}"],
+    "mismatched_shapes": [f"symptom: all_reduce failed: {TIMEOUT}"],
     "wrapper_on_rank_0": [rf"symptom: BatchNorm1d: model\(x\) failed: {TIMEOUT}"],
-    "slow_rank": [
-        f"symptom: all_reduce failed: {TIMEOUT}", "symptom: all_reduce failed: Connection.*"],
+    "slow_rank": [f"symptom: all_reduce failed: {why}" for why in (TIMEOUT, "Connection.*")],
     "device_from_global_rank": [" +1 +2 +0 +cuda:2 does not exist"],
     "backend_without_cpu": ["symptom: No backend type associated with device type cpu"],
     "closed_terminal": [".*; SignalException: Process ... got signal: 1"],
     "too_many_open_files": ["symptom: Too many open files.*"],
     "unused_parameters": [rf"{UNUSED} \(parameters 2 3\)"],
     "fixed_port": ["second job, rank 0: The server socket .* EADDRINUSE, message: address alr.*"],
-    "snapshot_in_place": [
-        "symptom: .*failed reading zip archive: failed finding central directory"],
+    "snapshot_in_place": ["symptom: .*zip archive: failed finding central directory"],
     "snapshot_in_place --fixed": ["cured: the snapshot of epoch 1 is still there"],
 }
 

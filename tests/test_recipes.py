@@ -46,11 +46,9 @@ def like(shown, printed, name):
     lines = [re.sub(r"\b[0-9a-f]{12}\b|[\d.]+ (s\b|examples/s)", "#", line)  # checksums and times
              for line in (shown, printed)]
     text, other = (re.sub(rf"{NUMBER}| +", " ", line).split() for line in lines)
-    if name == "leave_in_time":  # a matter of time
-        return text == other
-    return text == other and all(
+    return text == other and (name == "leave_in_time" or all(  # there, a matter of time
         one == other if one.isdigit() else float(other) == pytest.approx(float(one), 0.02, 2e-5)
-        for one, other in zip(*(re.findall(NUMBER, line) for line in lines), strict=True))
+        for one, other in zip(*(re.findall(NUMBER, line) for line in lines), strict=True)))
 
 
 @pytest.mark.parametrize("name", [
@@ -126,8 +124,7 @@ BROKEN = [
      "(block, **options)", "(block, **options) if compiler is None else block"),
     ("checkpoint_any_world_size", "training goes on in another way",
      "manual_seed(step)", "manual_seed(step * world_size)"),
-    ("clip_and_scale", "nan weights without and with",
-     "norm.isfinite() or not look", "True"),
+    ("clip_and_scale", "nan weights without and with", "norm.isfinite() or not look", "True"),
     ("context_parallel", r"not so: the model's gradient is that of one process\n",
      "return out * weights[0] + part * weights[1]", "return out + part"),
     ("contrastive", "AllGather does not give",
@@ -146,8 +143,7 @@ BROKEN = [
      "job)\n            dist.barrier()\n", "job, old_share)\n            dist.barrier()\n"),
     ("leave_in_time", "this is not what this file says of asks in each step",
      "dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)", "flag.zero_()"),
-    ("metrics", "AUC over all ranks: 0.", "dist.all_gather_object(shares, own)",
-     "shares = [own]"),
+    ("metrics", "AUC over all ranks: 0.", "dist.all_gather_object(shares, own)", "shares = [own]"),
     ("pretrained_to_shards", "rank 0 reads: outputs off by",
      "    fill_buffers(model, YourModel)\n    state", "    state"),
     ("randomness", "the dropout masks do not repeat",

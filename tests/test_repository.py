@@ -38,7 +38,7 @@ NOT_RUN = {
     "python3 -m venv .venv|. .venv/bin/activate|pip install -r requirements(-dev)?.txt":
         "installs the packages: .ci/run runs it, in a fresh virtual environment",
     "pytest( -m long( --write-transcripts)?)?": ".ci/run runs the tests",
-    "pytest tests/test_recipes.py tests/test_recipes_pasted.py -k my_recipe .*":
+    "pytest tests/test_(recipes.py tests/test_recipes_pasted.py -k my_recipe|exer.* 22_) .*":
         "it runs these tests",
     "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
     r".+ (recipes/(?!acc|agree)|pitfalls/(?!coll|no_d|orph|own|small_s|sta\S+y$))\w+.py( --fixed)?":

@@ -6,8 +6,8 @@
 New here, if you have trained on one GPU:
 - rank: the number of a process, from 0 up. World size: how many processes there are.
 - process group: the processes that exchange tensors, through a backend: NCCL on GPUs, Gloo on CPUs.
-- all-reduce: every rank gives a tensor, and gets the sum (or the mean) of all of them. A call that
-  all ranks must make, as this one, is a collective.
+- all-reduce: every rank gives a tensor, and gets the sum (or the mean) of all of them. Such a
+  call, which all ranks must make, is a collective.
 You see that DistributedDataParallel (DDP) leaves on every rank the gradient that one process would
 compute on the whole batch, and that all replicas (each rank's copy of the model) end up equal:
 
@@ -35,7 +35,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -67,8 +67,8 @@ def worker(rank, world_size, meeting_point, args):
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. Left in memory, DDP keeps threads of the group, which could crash the exit. As
-    # train has returned, gc.collect() frees it. Then close the connections.
+    # Step 6: leave. While DDP is in memory, it keeps threads of the group; the exit could crash.
+    # As train has returned, gc.collect() frees it. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -77,7 +77,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (in both): leave out what cannot be shared equally; else some items come twice.
+    # drop_last: the sampler leaves out items that would come twice, the loader a smaller batch.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
@@ -135,8 +135,8 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # The shares may differ by an image, so a rank may have a batch more than others. DDP's forward
-    # could wait there for the others' buffers: use model.module, the model without DDP.
+    # The shares may differ by an image, so a rank may have a batch more than others. In that
+    # one, DDP's forward could wait for all ranks, to copy buffers: use model.module, without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
         dist.broadcast(buffer, src=0)

@@ -36,7 +36,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -52,13 +52,13 @@ def main():
     args = parse_args()
 
     # Step 1: start. torchrun has started this file once for each process. Environment variables say
-    # who each is. LOCAL_RANK is its number on this machine, and that of its GPU.
+    # who each is. LOCAL_RANK, its number on this machine, is also the number of its GPU.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
 
     # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # Without restarts, init_process_group(backend) is enough. But the store keeps the addresses of
-    # dead ranks after a restart: so ask for it (rendezvous), and give each attempt its own prefix.
+    # Without restarts, init_process_group(backend) is enough. After one, the store still holds the
+    # addresses of dead ranks: so get the store (rendezvous), and prefix its keys by the attempt.
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(
@@ -67,8 +67,8 @@ def main():
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. Left in memory, DDP keeps threads of the group, which could crash the exit. As
-    # train has returned, gc.collect() frees it. Then close the connections.
+    # Step 6: leave. While DDP is in memory, it keeps threads of the group; the exit could crash.
+    # As train has returned, gc.collect() frees it. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -78,7 +78,7 @@ def train(device, args):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (in both): leave out what cannot be shared equally; else some items come twice.
+    # drop_last: the sampler leaves out items that would come twice, the loader a smaller batch.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
@@ -106,7 +106,7 @@ def train(device, args):
             os.kill(os.getpid(), signal.SIGKILL)
         accuracy = evaluate(model, test_set, device)
 
-        # Save all that changes, a schedule, too, as tensors and plain numbers; load it in resume.
+        # Save all that changes (a schedule, too) as tensors and plain numbers; load it in resume.
         check_replicas(model)
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
         if saved and rank == 0:
@@ -141,8 +141,8 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # The shares may differ by an image, so a rank may have a batch more than others. DDP's forward
-    # could wait there for the others' buffers: use model.module, the model without DDP.
+    # The shares may differ by an image, so a rank may have a batch more than others. In that
+    # one, DDP's forward could wait for all ranks, to copy buffers: use model.module, without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
         dist.broadcast(buffer, src=0)
@@ -181,8 +181,8 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """Run DDP once without a step, so that a resumed run adds gradients in the same order."""
-    # After its first backward, DDP sorts its buckets anew. This changes the order in which it adds
-    # the ranks' values: of three or more, (a + b) + c rounds unlike a + (b + c). So sort now.
+    # After its first backward, DDP sorts its buckets anew, and adds the ranks' values in another
+    # order: of three or more, (a + b) + c rounds unlike a + (b + c). So let it sort before step 1.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # your model: one number, from all outputs
     model.load_state_dict(before)

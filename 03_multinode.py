@@ -5,13 +5,13 @@ Start the same command on each machine (node). They meet at one of them, here no
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --nproc-per-node=gpu --max-restarts=3 \
         --rdzv-id=345 --rdzv-backend=c10d --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
-rdzv: the rendezvous, where they meet: a free port of node1, and any name of the job (345). Each
-machine needs this file and the data. More, and several machines on one: launch/README.md.
+rdzv is the rendezvous: they meet at a free port of node1, under any name (345). Each machine needs
+this file and the data. More, and several machines on one computer: launch/README.md.
 To begin on one machine, delete 02's snapshot.pt, and:
 
     torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
 
-The job begins with a map. Here it has two machines with two GPUs each:
+The job begins with a map. Rank 0, which prints it, is on the machine whose name sorts first:
 
     [rank 0/4] machine         node rank  global rank  local rank  device  pid
     [rank 0/4] node1                   0            0           0  cuda:0  4711
@@ -19,8 +19,8 @@ The job begins with a map. Here it has two machines with two GPUs each:
     [rank 0/4] node2                   1            2           0  cuda:0  4720
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
-With --nnodes=1:2 (at least 1, at most 2), the job survives the loss of node2 (this uses up a
-restart), which rejoins when you start the command there again. Each time, torchrun restarts all
+With --nnodes=1:2 (at least 1, at most 2), the job survives the loss of node2, for one of the
+restarts. node2 rejoins when you start the command there again. Each time, torchrun restarts all
 ranks, from the newest snapshot of any machine. node1's torchrun must stay: the machines meet there.
 New here: who is who (show_map), the newest snapshot (take_newest), and "New in 03". For a real job,
 begin in template/. Next: 04.
@@ -39,7 +39,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -60,10 +60,10 @@ def main():
     # and takes GPU 0 there. GLOO_SOCKET_IFNAME is not set here: other machines must reach us.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
 
-    # Step 2: meet. New in 03: rank 0 serves a new store in each attempt. That is what
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks for. (02's prefix would differ: a machine that joins
-    # late has a lower RESTART_COUNT.) And a timeout: if a cable is cut, only this ends the others'
-    # wait. It must be longer than a save, when all wait.
+    # Step 2: meet. New in 03: rank 0 serves a new store in each attempt, without addresses of the
+    # dead. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks for that. (02's prefix will not do: machines
+    # count their restarts apart.) And a timeout, which alone ends the wait if a cable is cut. A
+    # save, for which all wait, must take less.
     dist.init_process_group(
         backend, timeout=timedelta(seconds=args.timeout),
         device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
@@ -71,8 +71,8 @@ def main():
 
     train(device, args)  # steps 3, 4 and 5
 
-    # Step 6: leave. Left in memory, DDP keeps threads of the group, which could crash the exit. As
-    # train has returned, gc.collect() frees it. Then close the connections.
+    # Step 6: leave. While DDP is in memory, it keeps threads of the group; the exit could crash.
+    # As train has returned, gc.collect() frees it. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -91,7 +91,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last (in both): leave out what cannot be shared equally; else some items come twice.
+    # drop_last: the sampler leaves out items that would come twice, the loader a smaller batch.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
@@ -120,7 +120,7 @@ def train(device, args):
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
 
-        # New in 03: one rank of each machine saves, as the next start may lack any of the others.
+        # New in 03: one rank of each machine saves, as any machine may be missing next time.
         # (On a shared disk, each writes the same.) After the barrier, "saved" holds for all.
         check_replicas(model)
         saved = epoch % args.save_every == 0 or epoch == args.total_epochs
@@ -157,8 +157,8 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # The shares may differ by an image, so a rank may have a batch more than others. DDP's forward
-    # could wait there for the others' buffers: use model.module, the model without DDP.
+    # The shares may differ by an image, so a rank may have a batch more than others. In that
+    # one, DDP's forward could wait for all ranks, to copy buffers: use model.module, without DDP.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
         dist.broadcast(buffer, src=0)
@@ -216,8 +216,8 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """Run DDP once without a step, so that a resumed run adds gradients in the same order."""
-    # After its first backward, DDP sorts its buckets anew. This changes the order in which it adds
-    # the ranks' values: of three or more, (a + b) + c rounds unlike a + (b + c). So sort now.
+    # After its first backward, DDP sorts its buckets anew, and adds the ranks' values in another
+    # order: of three or more, (a + b) + c rounds unlike a + (b + c). So let it sort before step 1.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # your model: one number, from all outputs
     model.load_state_dict(before)

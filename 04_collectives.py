@@ -34,7 +34,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -38,7 +38,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep: if DDP imports it later, the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -39,7 +39,7 @@ def start(timeout=600):
 
     timeout: seconds that ranks wait for each other in an exchange: more than a save takes. torchrun
     has started it, on one machine or several; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    (LOCAL_RANK and LOCAL_WORLD_SIZE, too, where a machine has several processes). Without it:
+    (LOCAL_RANK and LOCAL_WORLD_SIZE, too, where a machine has several processes). Without start,
     restarted ranks look for the dead at their old addresses, and stand still (pytorch issue
     135712); a rank outlives its torchrun, and writes on; nobody says which rank is missing. If the
     start fails, one line says why (status 1 or 2).
@@ -411,7 +411,7 @@ def compare(**parts):
     states = {name: its.state_dict() if hasattr(its, "state_dict") else its
               for name, its in parts.items()}
     for name, leaf in leaves(states):
-        content = (leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()  # bytes of any type
+        content = (leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                    if torch.is_tensor(leaf) else repr(leaf).encode())
         mine.append((name, hashlib.sha256(content).hexdigest()[:12]))
     whole = hashlib.sha256(repr(mine).encode()).hexdigest()[:12]

@@ -104,8 +104,8 @@ def train(device, args):
     if step >= args.total_steps:
         log("nothing left to train: ask for more steps, or delete the snapshot on every machine")
     while True:
-        # It comes after the step's snapshot, as it may take longer than SIGTERM grants. A run that
-        # goes on from there validates first.
+        # Validate after the last step's snapshot: it may take longer than SIGTERM grants. A run
+        # that goes on from that snapshot begins here.
         if due:
             survive.same_buffers(averaged, model)
             metrics = validate(averaged.module, validation_set)  # the same on all ranks
@@ -184,7 +184,7 @@ def mean_loss(model, batch, step):
     averages what its forward has seen. A mean over tokens, class weights, Dice: see README.md.
     """
     device = next(model.parameters()).device
-    [windows] = [part.to(device, non_blocking=True) for part in batch]
+    [windows] = [part.to(device) for part in batch]
     # What all ranks must draw alike, a mixup's share, say, follows from the step alone:
     # share = numpy.random.default_rng(step).beta(0.2, 0.2) if model.training else 1.0
     # In bfloat16: with torch.autocast(device.type, torch.bfloat16): around the next line.
@@ -254,7 +254,7 @@ class SeededItems(Dataset):
 
 def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
-    # fork: another start imports torch anew in each worker. timeout: a batch may get lost.
+    # fork: other ways to start import torch anew in each worker. timeout: a batch may get lost.
     return DataLoader(
         SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=600 * bool(WORKERS),
         collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn

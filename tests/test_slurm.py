@@ -15,7 +15,6 @@ from functools import partial
 import pytest
 import shown
 import torch
-from digits import load
 from forked import fork_ranks, variant
 from lab import Lab
 from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
@@ -47,7 +46,7 @@ FAKES = {
     "scontrol": 'echo "scontrol $*" >>calls; [[ $2 != job ]] || echo "$SHOWN"; echo node1',
     "scancel": 'kill "$(cat step)"',
     "python": 'exec $PYTHON "$@"',
-    "srun": 'echo "srun $* $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>calls; cp "$WRITES" snapshot.pt;'
+    "srun": 'echo "srun $* $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>calls; cp "$WRITES" train.pt;'
             ' echo $$ >step; exec sleep 60',
 }
 
@@ -135,7 +134,7 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     (tmp_path / "template").mkdir()
     variant(tmp_path / "template", "template/train.py", (  # Slurm may tell it late
         "add_up_gradients = lambda *args, work=add_up_gradients: time.sleep(1 * ("
-        "os.path.exists('snapshot.pt') > ('SLURM_RESTART_COUNT' in os.environ))) or work(*args)"))
+        "os.path.exists('train.pt') > ('SLURM_RESTART_COUNT' in os.environ))) or work(*args)"))
     log = tmp_path / "multinode-1.log"
     arguments = (200, 20, "--batch-size", 8)  # it is told to leave after the first save
     submitted = slurm("sbatch", ROOT / "launch/slurm.sbatch", *arguments, PROCESSES=2)
@@ -147,7 +146,7 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     slurm.wait_until(lambda: "step   20/200 | saved" in text())
     slurm("scancel", "--batch", "--signal=USR1", 1)
     slurm.wait_until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", 1))
-    saved = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    saved = torch.load(tmp_path / "train.pt", weights_only=True)
     assert 20 < saved["step"] < 200
     time.sleep(5)  # a node refuses a start that comes sooner: it takes it for the killed job's
     slurm("scontrol", "update", "JobId=1", "StartTime=now")
@@ -155,14 +154,14 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     assert "Restarts=1" in slurm("scontrol", "show", "job", 1)
 
     assert "job 1 saves and goes back into the queue" in text()
-    resumed = r"^node1 \[rank 0/4\] resumed from snapshot.pt after step (\d+), saved on node\d$"
+    resumed = r"^node1 \[rank 0/4\] resumed from train.pt after step (\d+), saved on node\d$"
     assert re.findall(resumed, text(), re.MULTILINE) == [str(saved["step"])]
     steps = [int(number) for number in re.findall(r"step +(\d+)/.* examples/s", text())]
     assert steps == [*range(10, 201, 10)], "a step was trained twice, or not at all"
     (whole := tmp_path / "whole").mkdir()
-    fork_ranks("template/train.py", *arguments, "--snapshot-path", "snapshot.pt", cwd=whole,
-               world_size=4, timeout=400)
-    ours, theirs = (load(folder)["model"] for folder in (tmp_path, whole))
+    fork_ranks("template/train.py", *arguments, cwd=whole, world_size=4, timeout=400)
+    ours, theirs = (torch.load(folder / "train.pt", weights_only=True)["model"]
+                    for folder in (tmp_path, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -76,7 +76,7 @@ def start(timeout=600):
         roll_call(store, rank, world_size, timeout)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=limit,
-            device_id=device if device.type != "cpu" else None)  # GPUs only: which is mine
+            device_id=device if device.type == "cuda" else None)  # (xpu: a Gloo group would fail)
     except Exception as error:  # names, store and connections raise different types
         stop(explain(error), status=1)
     show = sys.excepthook
@@ -152,10 +152,10 @@ def name_the_stopped(error, store):
             time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
             absent.extend(r for r in range(world_size) if not store.check([f"rank {r} failed"]))
 
-    asking = threading.Thread(target=ask, daemon=True)
+    asking, said = threading.Thread(target=ask, daemon=True), str(error).lower()
     asking.start()
     asking.join(10)
-    if "timed out" in str(error).lower() or "timeout" in str(error):
+    if ("timed out" in said or "timeout" in said) and "dataloader" not in said:  # its own worker
         whom = f"rank {', '.join(map(str, absent)) or '?'}: it has stopped, or waits elsewhere"
         if asking.is_alive():
             whom = "a store that does not answer: rank 0, or its machine, has stopped"
@@ -220,8 +220,8 @@ class Snapshot:
     the batches does. parts: name=object for all that has a state_dict(): the model before DDP()
     wraps it, the optimizer, a GradScaler. writer: whether this rank writes on its disk; one does.
     All ranks make it and call its methods. It stops (status 1 or 2) if path cannot be written, or
-    if another job has it. Without it: a kill leaves half a file; a machine that comes back goes on
-    from an old one; two jobs, or halves of one, write over each other's.
+    if another job here has it. Without it: a kill leaves half a file; a machine that comes back
+    goes on from an old one; two jobs, or halves of one, write over each other's.
     """
 
     def __init__(self, path, plan, **parts):
@@ -272,7 +272,7 @@ class Snapshot:
             plan = state.pop("plan")
         except Exception as error:
             stop(f"cannot continue from {path} ({repr(error)[-400:]}): it is whole, but not of this"
-                 " model and these parts: keep it, and choose another path", 1)
+                 " model and these parts, or memory is short: keep it, or choose another path", 1)
         if plan != self.plan:
             stop(f"{path} goes on with batches of {plan}, as before: with {self.plan}, some would"
                  " come twice or never", 1)

@@ -256,7 +256,7 @@ def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
     # fork: other ways to start import torch anew in each worker. timeout: a batch may get lost.
     return DataLoader(
-        SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=600 * bool(WORKERS),
+        SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=120 * bool(WORKERS),
         collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn
         worker_init_fn=survive.obey_rank, multiprocessing_context="fork" if WORKERS else None)
 

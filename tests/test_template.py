@@ -269,7 +269,7 @@ def test_any_number_of_ranks_takes_the_same_steps(names, monkeypatch):
     for world_size, first_step in itertools.product((2, 3, 7), (0, 1, 10, 20)):
         assert steps(world_size, first_step) == whole[first_step:]
     assert steps(3, 4, micro_batches=3) == whole[4:]
-    assert names["loader_of"]([], []).timeout == 600  # a batch may get lost
+    assert names["loader_of"]([], []).timeout == 120  # a batch may get lost
 
 
 NO_DROPOUT = """
@@ -397,11 +397,10 @@ def test_what_differs_between_the_ranks_is_named_and_not_saved(tmp_path, changes
 
 
 def test_a_checksum_sees_each_bit_and_each_name(alone, survive, monkeypatch):
-    one = torch.linspace(0, 1, 10_000)
+    one = torch.linspace(0, 1, 20_000)[::2]  # not contiguous
     other = one.clone()
     other[5000] += 1e-7
     assert survive.compare(x=one) == survive.compare(x=one.clone()) != survive.compare(x=other)
-    assert survive.compare(x=one[::2]) == survive.compare(x=one[::2].clone())
     # Layers in another order, as of a set of texts, whose order is each process's own.
     rows = [[("of.a", "1"), ("of.b", "1")], [("of.b", "1"), ("of.a", "1")]]
     answers = iter([["one", "two"], rows])
@@ -648,9 +647,10 @@ def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
     keys, threads, store = set(), [], types.SimpleNamespace(check=lambda asked: {*asked} <= keys)
     store.set = lambda key, _: (keys.add(key), threads.append(threading.current_thread().daemon))
     monkeypatch.setattr(time, "sleep", lambda _: keys.add("rank 2 failed"))
-    survive.name_the_stopped(RuntimeError("Timed out"), store)
+    for error in "Timed out", "DataLoader timed out after 120 seconds":  # the latter blames nobody
+        survive.name_the_stopped(RuntimeError(error), store)
     said = "[rank 0/3] waited in vain for rank 1: it has stopped, or waits elsewhere\n"
-    assert capsys.readouterr().out == said and threads == [True], "it must not keep the process"
+    assert capsys.readouterr().out == said and threads == [True] * 2, "it must not keep the process"
 
 
 def test_bad_starts_end_in_one_line(tmp_path):

@@ -19,7 +19,7 @@ the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this shows where a num
 
 The last two sections are built from the others: an all_reduce, and DistributedDataParallel (DDP).
 
-New here, against 02: all of it but main. Next: write some of it yourself, exercises/README.md.
+New since 02: all but main and the helpers. Next: write some of it yourself, exercises/README.md.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main():
 
     # Step 2: meet.
     dist.init_process_group(
-        backend, device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
+        backend, device_id=device if device.type == "cuda" else None)  # ties it to my GPU
 
     for name in names:
         for line in f"== {name}\n{SECTIONS[name].__doc__}".splitlines():
@@ -170,7 +170,7 @@ def barrier(rank, world_size):
     came = time.time()
     dist.barrier()
     left = time.time()
-    first, last = min(gathered(came)), max(gathered(came))
+    first, *_, last = sorted(gathered(came))
     table({"comes at": f"{came - first:.3f} s", "goes on at": f"{left - first:.3f} s"})
     if left < last:
         raise RuntimeError("this rank went on before the last one had come")
@@ -243,7 +243,7 @@ def exchange(outgoing, incoming):
         work.wait()
 
 
-# More about all of these: side by side with the computation, in groups, for objects; then by hand.
+# More about all of these: beside the computation, in groups, for objects. Then two by hand.
 def async_op(rank, world_size):
     """With async_op=True a collective runs while the rank computes. Before wait(), its tensor
     holds old numbers, new ones or a mixture, and no error says so."""
@@ -281,7 +281,7 @@ def groups(rank, world_size):
 def objects(rank, world_size):
     """Anything that pickle takes can travel: settings, names, a list of results. This is slow.
     Unpickling can run any code: use this only among processes that you trust."""
-    settings, everyone = [{"lr": 0.03} if rank == 0 else None], [None] * world_size
+    everyone, settings = [None] * world_size, [{"lr": 0.03} if rank == 0 else None]
     dist.broadcast_object_list(settings, src=0)
     dist.all_gather_object(everyone, {"rank": rank})
     table({"broadcast_object_list": settings, "all_gather_object": everyone})
@@ -317,7 +317,7 @@ def ring_all_reduce(tensor, steps=None):
     chunks = tensor.view(-1).tensor_split(world_size)  # views: writing to them is in place
     sent = 0
     for step in range(2 * (world_size - 1)):
-        # Each rank first sends the chunk of its own number, and then passes on what it got last.
+        # Each rank first sends the chunk of its own number, then the one that it changed last.
         outgoing = chunks[(rank - step) % world_size]
         target = chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(target)

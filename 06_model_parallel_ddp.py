@@ -4,12 +4,12 @@
     torchrun --standalone --nproc-per-node=2 06_model_parallel_ddp.py --mode devices   # 4 GPUs
     torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py --mode pipeline  # 4 GPUs
 
-If a model does not fit on one device, cut it between two of its layers. New here are two ways:
+If a model does not fit on one device, shard it (FSDP2), or cut it between layers, in two ways:
 - mode devices: one process drives two devices, each with half of the layers.
 - mode pipeline: each half, a stage, has a process (a rank) of its own. The stages send each other
   activations (what a layer returns) and their gradients.
-Both cut a batch into micro-batches, so that both halves of the model can compute at once, each a
-micro-batch of its own. DDP trains replicas (copies) of the split model, as in 01. You see that they
+Both cut a batch into micro-batches, so that both halves of the model can compute at once, each on
+another micro-batch. DDP trains replicas (copies) of the split model, as in 01. You see that they
 end with the weights of the unsplit model:
 
     [rank 0/4] replica 0: stage 0 is rank 0 <-> stage 1 is rank 1
@@ -19,10 +19,10 @@ end with the weights of the unsplit model:
     [rank 0/4] 1F1B: idle 44%, the bubble alone 20%; stage 0 kept the activations of 2 micro-batches
     [rank 0/4] against the unsplit model: weights off by 7.9e-07 of their largest change
 
-Time goes to the right. 0 to 3: the forward passes of 4 micro-batches; a to d: their backward
-passes; a dot: idle. A pipeline idles while it fills and empties (the bubble), and here for want of
-cores: 2 for 4 processes. 1F1B is one of two schedules. Read 01 and 02 before. Next: a pipeline by
-hand, exercises/16_pipeline.py. For a model of your own: docs/which_parallelism.md.
+Over time, 0 to 3: forward passes of 4 micro-batches; a to d: their backward passes, d with DDP's
+exchange; a dot: idle. A pipeline idles while it fills and empties (the bubble), here also for want
+of cores: 2 for 4 processes. 1F1B is one of two schedules. Read 01 and 02 before. Next: a pipeline
+by hand, exercises/16_pipeline.py. For a model of your own: docs/which_parallelism.md.
 """
 
 import argparse
@@ -62,6 +62,8 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device, backend = pick_device(2 * local_rank if args.mode == "devices" else local_rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
+    if args.mode == "devices" and device.index == torch.accelerator.device_count() - 1:
+        raise SystemExit("each process needs two GPUs: start fewer, or set CUDA_VISIBLE_DEVICES=")
     if args.mode == "all" and device.type != "cpu":
         raise SystemExit("on GPUs, choose --mode devices (two a process) or --mode pipeline (one)")
 
@@ -96,8 +98,8 @@ def train_devices(device, args):
     # Step 3: share the data. Each rank trains on a share of its own of every batch.
     data = make_data()  # your data
 
-    # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. Do not give it
-    # device_ids, as other guides do: that is for a model on one device.
+    # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. It gets no
+    # device_ids, which other guides give: they are for a model on one device.
     split = TwoDevices(make_model(), device, second_device, args.microbatches)  # your model
     model = DDP(split, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model.parameters())
@@ -168,7 +170,7 @@ def train_pipeline(schedule_class, mesh, device, args):
     begin, end = (len(whole) * index // STAGES for index in (stage_index, stage_index + 1))
     layers = whole[begin:end].to(device)
     model = DDP(layers, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    for _ in range(2):  # DDP sets itself up; else batch 2 fails: pitfalls/ddp_around_a_stage.py
+    for _ in range(2):  # pass 2 settles DDP; else batch 2 fails: pitfalls/ddp_around_a_stage.py
         model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # any input of its kind
     optimizer = make_optimizer(model.parameters())
 
@@ -191,7 +193,7 @@ def train_pipeline(schedule_class, mesh, device, args):
             elif stage_index < STAGES - 1:
                 schedule.step()  # its inputs come from the stage before
             else:
-                schedule.step(target=labels.to(device), losses=step_losses)  # refilled
+                schedule.step(target=labels.to(device), losses=step_losses)  # cleared first
             optimizer.step()  # schedule.step, despite its name, changes no weights
             losses += step_losses
         log_epoch(epoch, args, losses, replicas)
@@ -397,6 +399,8 @@ def parse_args():
     if min(args.epochs, args.microbatches) < 1 or BATCH % (world_size * args.microbatches):
         parser.error(f"EPOCHS and --microbatches must be 1 or more, and {BATCH} examples a step a"
                      " multiple of processes x micro-batches")
+    if args.mode != "devices" and args.microbatches < STAGES:
+        parser.error(f"{STAGES} stages need {STAGES} micro-batches or more")
     return args
 
 

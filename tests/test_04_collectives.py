@@ -38,7 +38,6 @@ def tell_the_ends():
     def all_reduce(*args, all_reduce=dist.all_reduce, async_op=False, **options):
         time.sleep(0.1 * (async_op and os.environ["RANK"] == "0"))  # the others compute meanwhile
         return all_reduce(*args, async_op=async_op, **options)
-
     dist.all_reduce = all_reduce
 
 

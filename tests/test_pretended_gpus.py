@@ -61,8 +61,9 @@ def test_each_process_takes_the_gpu_of_its_local_rank(tmp_path, script):
         assert result.status == 1 and "each process needs a GPU: start fewer" in result.output
 
 
-def test_a_gpu_of_intel(tmp_path):
-    result = fork_ranks(MANY, cwd=tmp_path, before=partial(pretend, 2, "xpu"))
+@pytest.mark.parametrize("script", ["04_collectives.py", "template/train.py", MANY])
+def test_a_gpu_of_intel(tmp_path, script):  # bound to it, a job could make no group of Gloo
+    result = fork_ranks(script, cwd=tmp_path, before=partial(pretend, 2, "xpu"))
     check(result, [0, 1], bound=False, kind="xpu", backend="xccl")
 
 

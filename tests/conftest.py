@@ -9,8 +9,7 @@ import tempfile
 
 # A shell starts what it runs in the background with SIGINT ignored, and all children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Before torch is imported, here and in every child: all runs on the CPU. On a machine with one GPU,
-# say, every test with two ranks would otherwise end with "each process needs a GPU".
+# Before torch is imported, here and in every child: all runs on the CPU, also where there is a GPU.
 # pytest -m gpu gives them back to the commands that it runs.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -118,6 +118,9 @@ def test_it_starts_its_own_processes(tmp_path, forks):
     lines = result.output.splitlines()  # with torch loaded, its log is no longer kept quiet
     assert forks or all(re.match(r"\[rank \d/3\] ", line) for line in lines)
     assert {file.name for file in tmp_path.iterdir()} <= {SCRIPT}
+    did = re.findall(r"\] did (\d+): ?(.*)$", result.output, re.MULTILINE)
+    assert sorted(int(task) for _, tasks in did for task in tasks.split()) == [*range(20)], did
+    assert "3 processes; 2 said goodbye" in result.output
     pid = re.search(r"pid (\d+), with task b'0': heartbeat True; once", result.output)[1]
     assert not pathlib.Path(f"/proc/{pid}").exists()
 

@@ -30,8 +30,7 @@ FORK = multiprocessing.get_context("fork")
 # Epochs, or steps; and after how many a snapshot is saved. 13 windows: neither 2 nor 3 ranks, nor
 # their two micro-batches, divide them.
 ARGUMENTS = {SCRIPT: (4, 2), LESSON: (4, 2), TEMPLATE: (24, 8, "--batch-size", 13)}
-# The last number: at which time the moment comes. (The ranks of a lesson live on if torchrun alone
-# is killed by SIGKILL.)
+# Last: at which time the moment comes. (A lesson's ranks outlive a torchrun killed by SIGKILL.)
 KILLS = [
     (SCRIPT, 2, "rank starts", "SIGTERM", "launcher"),
     (SCRIPT, 2, "evaluation", "SIGINT", "job", 2),
@@ -123,9 +122,12 @@ def orphan(obey_rank, pipe):
         obey_rank(0)
         signal.pause()
 
-    for late in True, False:
-        FORK.Process(target=worker, args=(late,)).start()
+    for late in True, False, False:
+        (process := FORK.Process(target=worker, args=(late,))).start()
     time.sleep(1.5)  # longer than a worker waits between two looks
+    process.terminate()  # the last one obeys its rank
+    process.join(5)
+    pipe.send(process.exitcode)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -136,9 +138,10 @@ def test_a_worker_does_not_outlive_its_rank():
     rank = FORK.Process(target=orphan, args=(obey_rank, its))
     rank.start()
     its.close()
-    workers = [ours.recv(), ours.recv()]
+    workers = [ours.recv() for _ in range(4)]
+    exitcode = workers.pop(2)  # before the late one speaks
     try:
-        assert ours.poll(30), "a worker, which holds the pipe's other end, lives on"
+        assert exitcode == 0 and ours.poll(30), "a worker, which holds the other end, lives on"
     finally:
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):

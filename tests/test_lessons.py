@@ -13,8 +13,7 @@ LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*_*.py"))}
 LIMITS = {"01": (285, 1800), "02": (300, 1800), "03": (340, 2100), "04": (480, 3000),
           "05": (420, 2500), "06": (420, 2700)}
 CHANGED = {("01", "02"): 190, ("02", "03"): 150}  # lines of the diff, at most
-# What two neighbours have in common is the same to the byte; but for these, as they differ by what
-# the lesson is about.
+# Neighbours have the text of all functions in common, but for these, which the lesson is about.
 OWN = {"main", "train", "parse_args", "save", "resume"}
 
 

@@ -28,8 +28,7 @@ SLOW = {"closed_terminal", "closed_terminal --fixed", "small_shared_memory --fix
 NAMES = sorted(TEXTS, key=lambda name: not re.search(r"sleep\(|seconds=[35]\)", TEXTS[name]))
 CALLS = [call for name in NAMES for call in (name, f"{name} --fixed") if call not in TOO_LONG]
 
-# The rank that began to wait first times out, and closes its sockets: the other one may notice that
-# before its own timeout.
+# The rank that times out first closes its sockets: the other may notice that before its timeout.
 TIMEOUT = ("(Timed out waiting 3000ms for (recv|send) operation to complete"
            "|Application timeout caused pair closure|.*Connection (closed|reset) by peer.*)")
 UNUSED = "symptom: step 2: Expected to have finished reduction in the prior iteration"

@@ -20,8 +20,7 @@ from started import ROOT
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
 PASTED = ROOT / "tests/pasted"
 # {recipe: how many ranks: in plain pytest, and in the long tests}. Three load what two have saved.
-# tensor_parallel has a mesh of two columns; two machines of two ranks are four ranks, and so are
-# two stages of two.
+# tensor_parallel has a mesh of two columns; two machines, or two stages, of two ranks are four.
 SIZES = {"checkpoint_any_world_size": [(2,), (2, 3)], "tensor_parallel": [(2,), (4,)],
          "shard_inside_machines": [(4,), (3,)], "three_dimensions": [(4,), (8,)],
          "dry_run_1024_ranks": [(1,)]}

@@ -125,8 +125,7 @@ def assert_same_state(folder, other):
 
 # ---- Killed and resumed ----
 
-# A worker in attempt 1 alone, for the SIGTERM: elsewhere it is quicker without. In attempt 2, rank
-# 0 is killed while it validates.
+# A worker in attempt 1 alone, for the SIGTERM. In attempt 2, rank 0 is killed while it validates.
 KILLED = WORSE + """
 ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 WORKERS = int(ATTEMPT == "1")

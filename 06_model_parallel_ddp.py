@@ -246,7 +246,7 @@ def draw(name, spans, microbatches, columns=70):
 
     size = 2 * microbatches  # spans of a step: a forward and a backward pass of each
     stages = gathered([spans[i : i + size] for i in range(0, len(spans), size)])[:STAGES]
-    steps = [[*itertools.chain(*parts)] for parts in zip(*stages, strict=True)]
+    steps = [[*itertools.chain(*parts)] for parts in zip(*stages)]
     step = min(steps, key=duration)
     begin, total = min(start for *_, start, _ in step), duration(step)
     lines = [["."] * columns for _ in range(STAGES)]

@@ -119,8 +119,7 @@ def run_script(script, arguments, environment, folder, output, before=None, work
     # forkserver's child would start a server of its own, which imports torch anew.
     multiprocessing.set_start_method(None, force=True)
     if "RANK" in environment or worker is not None:
-        # One thread for each rank. More would wait for each other where cores are few and busy, and
-        # the last bits of a result depend on how many there are.
+        # One thread for each rank: more would wait for each other, and change a result's last bits.
         torch.set_num_threads(1)  # torchrun sees to that by OMP_NUM_THREADS
         os.sched_getaffinity = lambda _: {0}  # which the scripts ask, to raise it
     if sys.version_info < (3, 11, 10):  # a fork beside Gloo's threads may hang: pitfalls/README.md

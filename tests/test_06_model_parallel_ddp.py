@@ -41,9 +41,11 @@ def watch():
 
 def test_both_ways_train_alike_and_show_what_the_pages_show(tmp_path):
     """The script itself compares both with the unsplit model, and the replicas with each other."""
-    half = "make_data = lambda old=make_data: [one[:512] for one in old()]"
+    half = ("make_data = lambda old=make_data: [one[:512] for one in old()]\n"  # and tell of each
+            "make_optimizer = lambda *args, old=make_optimizer: print('made') or old(*args)")
     result = fork_ranks(variant(tmp_path, SCRIPT, half), cwd=tmp_path, world_size=4, before=watch)
     assert result.status == 0 and "Warning" not in result.output, result.output
+    assert result.output.count("made") == 13, "4 ranks train in 3 ways, and one of them once more"
     assert result.output.count("closed") == 4 and files(tmp_path) == [SCRIPT]
     assert not shown.missing("06_model_parallel_ddp.txt", result, exact="<->|MiB")
     losses = [float(loss) for (loss,) in numbers(r"epoch \d/3 \| loss ([\d.]+)", result)]

@@ -16,8 +16,7 @@ from started import ACTIVE, PYTHON, ROOT, end, family, read_until, run, start, w
 KILL_TEST, LONG = ROOT / "launch/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
 ONCE = ("--rounds", 1, "--kills", 1, "--seed", 1027)
-# A launcher with two ranks, one with a worker; without torch, so that they start at once. Rank 0
-# saves each of 40 steps. The launcher starts both ranks again when one has failed.
+# A launcher, which restarts two ranks, one with a worker; without torch. Rank 0 saves 40 steps.
 JOB = """
 import hashlib, json, os, socket, subprocess, sys, time
 how, sleeper, parent = sys.argv[1], None, os.getppid()

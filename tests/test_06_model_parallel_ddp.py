@@ -119,10 +119,10 @@ ALONE, PAIR = partial(fork_ranks, world_size=1), fork_ranks
     (fork, "", 2, "start it with: torchrun .*-node=4"),
     (partial(fork_ranks, world_size=3), "", 2, "3 processes make no grid of 2 stages"),
     (PAIR, "--microbatches 3", 2, "a multiple of processes x micro-batches"),
-    (ALONE, "--mode both", 2, "invalid choice: 'both'"),
     (ALONE, "0 --mode devices", 2, "must be 1 or more"),
     (partial(ALONE, before=partial(pretend_gpus, 1)), "--mode devices", 1, "needs two GPUs"),
     (PAIR, "--microbatches 1", 2, "2 stages need 2 micro-batches"),
+    (partial(ALONE, before=partial(pretend_gpus, 0)), "--mode devices", 1, "process needs a GPU"),
     (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices"),
 ])
 def test_bad_calls_end_in_one_line(tmp_path, launch, call, status, message):

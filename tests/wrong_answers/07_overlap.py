@@ -345,7 +345,7 @@ def overlap(model):
     return finish
 
 
-# ---- divided on its way: in step 0, .* is off by \S+ of its length ----
+# ---- divided on its way: in step \d, .* is off by \S+ of its length ----
 def overlap(model):
     works = []
 

@@ -605,7 +605,7 @@ def load(root, rank, world_size):
         return step, shard
 
 
-# ---- what a dead attempt has left is removed, whoever writes by now: in the case 'load after save of step|Parent directory .* does not exist ----
+# ---- what a dead attempt has left is removed, whoever writes by now: in the case 'load after save of step|in save: torch.save ----
 import shutil
 
 

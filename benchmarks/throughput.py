@@ -86,6 +86,17 @@ def customary_loader(folder, share, workers, device):
                       multiprocessing_context="forkserver" if workers else None)
 
 
+class Copied:
+    """The batches of a loader, sent to the device without waiting for it."""
+
+    def __init__(self, loader, device):
+        self.loader, self.device = loader, device
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield [tensor.to(self.device, non_blocking=True) for tensor in batch]
+
+
 def step(model, optimizer, images, labels):
     optimizer.zero_grad()
     loss = cross_entropy(model(images), labels)
@@ -151,10 +162,11 @@ def measure_batch(share, world_size, device, folder, train_set, workers, variant
 
     def epoch_of_variant(name):
         model, optimizer = new_model(device, variant=name)
+        batches = Copied(loader, device) if name == "non_blocking" else loader
 
         def epoch():
             with torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16 autocast"):
-                SCRIPT.train_epoch(model, loader, optimizer, device)
+                SCRIPT.train_epoch(model, batches, optimizer, device)
         return epoch
 
     def customary(workers):
@@ -194,14 +206,16 @@ def main():
     new = parser(__doc__, rounds=5)
     new.add_argument("--images", type=number, help="default: 8192, on a GPU 60000")
     new.add_argument("--batch-sizes", type=number, nargs="+", default=[64, 512])
+    new.add_argument("--workers", type=int, nargs="+", help="of the customary loader, by rank")
     new.add_argument("--compile", action="store_true", help="try torch.compile, too")
     args = new.parse_args()
     gpus, device = find_gpus()
     # One rank last: there, it is DDP that is looked at, and not the loading.
-    changes = ["fused SGD", "channels-last", "bf16 autocast", *["torch.compile"] * args.compile]
+    changes = ["fused SGD", "channels-last", "bf16 autocast", *["non_blocking"] * bool(gpus),
+               *["torch.compile"] * args.compile]
     world_size = gpus or 2
     # Each rank has workers of its own: all together at most as many as there are cores.
-    workers = sorted({0, 1, max(1, count_cores() // world_size)})
+    workers = args.workers or sorted({0, 1, max(1, count_cores() // world_size)})
     ranks = {world_size: (workers, changes)}
     ranks.setdefault(1, ([], []))
     images = args.images or (60_000 if gpus else 8192)

@@ -1,5 +1,7 @@
 """What the pages say in passing holds: variables, options, ways to meet, messages of PyTorch."""
 
+import importlib
+import json
 import mmap
 import os
 import pathlib
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 from forked import forkserver
-from started import PYTHON, TORCHRUN, free_port, run
+from started import ACTIVE, PYTHON, ROOT, TORCHRUN, free_port, run
 
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
 GPU_LIBRARY = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
@@ -159,3 +161,32 @@ def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
     assert all(whole[epoch] == loss for *_, epoch, loss in before + after)
     [checksum] = {line for _, line in lines if "sha256" in line}
     assert checksum in (draw.LOGS / "uninterrupted.log").read_text()
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """The program behind .ci/gpu."""
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    return importlib.import_module("one_gpu")
+
+
+def test_the_page_shows_what_one_gpu_has_shown(one_gpu):
+    kept = one_gpu.KEPT
+    report = json.loads(kept.read_text()) if kept.exists() else {"checks": {}}
+    shown = one_gpu.BLOCK.search(one_gpu.PAGE.read_text())[0]
+    assert shown.strip().splitlines() == "\n".join(one_gpu.rows_of(report)).splitlines()
+
+
+@pytest.mark.long
+def test_all_that_one_gpu_can_show_starts_without_one(tmp_path, one_gpu):
+    """On a CPU, each check runs to its end, or says that it needs a GPU."""
+    result = run(ROOT / ".ci/gpu", tmp_path, "--pretend", "--seconds", 1500, cwd=tmp_path,
+                 env=ACTIVE, timeout=1600)
+    assert result.status == 0, result.output
+    checks = json.loads((tmp_path / "one_gpu.json").read_text())["checks"]
+    assert set(checks) == set(one_gpu.STEPS)
+    ran = [name for name, entry in checks.items() if entry["result"] == "ok"]
+    assert len(ran) > 12 and all(re.match("ok$|skipped: (needs|there is)", entry["result"])
+                                 for entry in checks.values()), result.output
+    result = run(PYTHON, ROOT / ".ci/one_gpu.py", "--write", tmp_path, cwd=tmp_path)
+    assert result.status == 1 and "comes from a pretended GPU" in result.output

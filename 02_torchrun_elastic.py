@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=2 02_torchrun_elastic.py 5 1       # CPU: 2 processes
     torchrun --standalone --nproc-per-node=gpu 02_torchrun_elastic.py 50 10   # one for each GPU
 
-50 10: 50 epochs, and after every 10 a snapshot: all that a restart needs. Delete snapshot.pt, and
-let a process kill itself in epoch 3. torchrun restarts all, at most --max-restarts times:
+50 10: 50 epochs, with a snapshot (all that a restart needs) after every 10. To see a crash, delete
+snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at most 3 times:
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
@@ -17,10 +17,8 @@ let a process kill itself in epoch 3. torchrun restarts all, at most --max-resta
 
 Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
-
-New here: torchrun starts the processes (main); a snapshot (save, resume); equal bits after a crash
-(settle_buckets). The rest is as in 01. For a real job, begin in template/. Next: 04 (03 is for
-several machines).
+Beside save, resume and settle_buckets, what is new here is marked "New in 02". Next: 04 (03 is for
+several machines). For a job, begin in template/.
 """
 
 import argparse
@@ -36,7 +34,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: see join
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -50,25 +48,16 @@ SEED = 0
 @record  # when a process fails, torchrun's report shows its traceback
 def main():
     args = parse_args()
-
-    # Step 1: start. torchrun has started this file once for each process. Environment variables say
-    # who each is. LOCAL_RANK, its number on this machine, is also the number of its GPU.
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
-
-    # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # Without restarts, init_process_group(backend) is enough. After one, the store still holds the
-    # addresses of dead ranks: so get the store (rendezvous), and prefix its keys by the attempt.
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    # Step 1: start. New in 02: torchrun starts this file N times, and tells each process by
+    # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
+    # Step 2: meet. New in 02: in a store, a dictionary that torchrun serves, the ranks leave their
+    # addresses. After a restart, those of the dead are still there. So put the attempt before each
+    # key. (Without restarts, join(local_rank) is enough.)
+    store, rank, world_size = next(dist.rendezvous("env://"))  # it yields once
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size,
-        device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
-
+    device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
     train(device, args)  # steps 3, 4 and 5
-
-    # Step 6: leave. While DDP is in memory, it keeps threads of the group; the exit could crash.
-    # As train has returned, gc.collect() frees it. Then close the connections.
+    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
@@ -76,45 +65,40 @@ def main():
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
-
-    # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last: the sampler leaves out items that would come twice, the loader a smaller batch.
+    # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
-    share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
+    share = min(args.batch_size, len(train_set)) // world_size  # (at most the whole set)
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see there
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
-    # Step 4: build the model, go on from the snapshot, and wrap it. All ranks read the snapshot:
-    # DDP copies rank 0's weights to the others, but not the state of the optimizer.
+    # Step 4: build the model, and wrap it. New in 02: between, go on from the snapshot. All ranks
+    # read it: DDP copies rank 0's weights to the others, but not the state of the optimizer.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
     first_epoch = resume(args.snapshot_path, model, optimizer)
     if first_epoch > 1:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} at epoch {first_epoch}")
-    model = DDP(model, gradient_as_bucket_view=True)
+    model = DDP(model, gradient_as_bucket_view=True)  # no second copy of the gradients
     settle_buckets(model, next(iter(loader))[0].to(device))
 
     # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
     for epoch in range(first_epoch, args.total_epochs + 1):
-        sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
+        sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         if epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1:
             log("crash on purpose, before this epoch is saved", every_rank=True)
             os.kill(os.getpid(), signal.SIGKILL)
         accuracy = evaluate(model, test_set, device)
-
-        # Save all that changes (a schedule, too) as tensors and plain numbers; load it in resume.
-        check_replicas(model)
-        saved = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if saved and rank == 0:
+        check_replicas(model)  # a collective, so outside the "if" below
+        due = epoch % args.save_every == 0 or epoch == args.total_epochs
+        if due and rank == 0:  # all that changes (a schedule, too), as tensors and plain numbers
             save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                   "next_epoch": epoch + 1}, args.snapshot_path)
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
-            f" {speed:6.0f} images/s" + f" | saved in {args.snapshot_path}" * saved)
-
+            f" {speed:6.0f} images/s" + (f" | saved in {args.snapshot_path}" if due else ""))
     if first_epoch > args.total_epochs:
         log("nothing left to train: ask for more epochs, or delete the snapshot")
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
@@ -125,12 +109,13 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    for images, labels in tqdm(loader, leave=False, disable=True if dist.get_rank() else None):
+    hidden = True if dist.get_rank() else None  # None: on a terminal
+    for images, labels in tqdm(loader, leave=False, disable=hidden):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
         optimizer.zero_grad()
-        loss.backward()  # the ranks meet here: DDP replaces the gradients by their mean
-        optimizer.step()  # so every rank takes the same step
+        loss.backward()  # the ranks wait for each other here
+        optimizer.step()
         total[0] += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
         total[1] += len(labels)
     dist.all_reduce(total)  # in place: the sums over all ranks
@@ -141,11 +126,10 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # The shares may differ by an image, so a rank may have a batch more than others. In that
-    # one, DDP's forward could wait for all ranks, to copy buffers: use model.module, without DDP.
+    # model.module: DDP's forward copies buffers, and would hang if one rank has a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
-        dist.broadcast(buffer, src=0)
+    for buffer in model.module.buffers():  # BatchNorm's differ by rank (Net has none)
+        dist.broadcast(buffer, src=0)  # rank 0's, which are saved
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
@@ -180,11 +164,10 @@ def resume(path, model, optimizer):
 
 
 def settle_buckets(model, images):
-    """Run DDP once without a step, so that a resumed run adds gradients in the same order."""
-    # After its first backward, DDP sorts its buckets anew, and adds the ranks' values in another
-    # order: of three or more, (a + b) + c rounds unlike a + (b + c). So let it sort before step 1.
+    """Run DDP once, without a step: after its first backward, it sorts its buckets anew."""
+    # With three ranks or more, that changes the rounding: a resumed run would end with other bits.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
-    model(images).sum().backward()  # your model: one number, from all outputs
+    model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
     model.zero_grad()
 
@@ -208,9 +191,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 5, stride=2), nn.GELU(),
-            nn.Flatten(), nn.Linear(512, 10))
+        self.layers = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2), nn.GELU(),
+            nn.Conv2d(16, 32, 5, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(512, 10))
 
     def forward(self, images):
         return self.layers(images.unsqueeze(1).float() / 255)
@@ -241,24 +223,30 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
     # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
+    # No persistent_workers=True: such workers keep their first seed, whatever manual_seed says.
     lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
     return DataLoader(dataset, batch_size=None, sampler=lists)
 
 
-def pick_device(local_rank):
-    """Return (device, backend): GPU number local_rank with its backend, or the CPU with Gloo."""
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.get_default_backend_for_device(gpu or "cpu")
-    if backend != "gloo":
-        if local_rank >= torch.accelerator.device_count():
-            raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
+def join(local_rank, **meeting):
+    """Take a device, connect to all other processes, and return the device: steps 1 and 2."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    backend = dist.get_default_backend_for_device(device)
+    if backend == "gloo":  # a CPU, or a Mac: Gloo cannot send tensors of its GPU
+        device = torch.device("cpu")
+        torch.set_num_threads(1)  # one core for each process
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster so
+    elif local_rank < torch.accelerator.device_count():
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
-        return torch.device(gpu.type, local_rank), backend
-    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
-    torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
-    return torch.device("cpu"), "gloo"
+        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL connects now
+    else:
+        raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
+    # For Gloo: the loopback, interface 1, which no other machine reaches.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
+    # If torch.distributed.nn is first imported after this, by DDP, it holds the group open.
+    dist.init_process_group(backend, **meeting)
+    return device
 
 
 def gathered(value):
@@ -284,10 +272,12 @@ def parse_args():
     parser.add_argument("--crash-epoch", type=int, help="kill the last rank there, on attempt 0")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
+    # Without torchrun, neither is set. On several machines, they differ.
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
-    if not os.access(os.path.join(os.path.dirname(args.snapshot_path), "."), os.W_OK):
-        parser.error(f"cannot write into the folder of {args.snapshot_path}")
+    path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."
+    if not os.access(folder, os.W_OK) or (os.path.exists(path) and not os.path.isfile(path)):
+        parser.error(f"cannot write into the folder of {path}, or {path} is not a file")
     share = args.batch_size // int(os.environ["WORLD_SIZE"])
     if min(args.total_epochs, args.save_every, share) < 1:
         parser.error("TOTAL_EPOCHS, SAVE_EVERY and the images of each rank must be 1 or more")

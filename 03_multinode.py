@@ -5,9 +5,9 @@ Start the same command on each machine (node). They meet at one of them, here no
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --nproc-per-node=gpu --max-restarts=3 \
         --rdzv-id=345 --rdzv-backend=c10d --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
-rdzv is the rendezvous: they meet at a free port of node1, under any name (345). Each machine needs
-this file and the data. More, and several machines on one computer: launch/README.md.
-To begin on one machine, delete 02's snapshot.pt, and:
+(The variable: see step 2.) rdzv is the rendezvous: they meet at a free port of node1, here 29603,
+by a name of your choice, here 345. Each machine needs this file and the data. More, and several
+machines on one computer: launch/README.md. To begin on one machine, delete snapshot.pt, and:
 
     torchrun --standalone --nproc-per-node=2 03_multinode.py 5 1
 
@@ -19,11 +19,10 @@ The job begins with a map. Rank 0, which prints it, is on the machine whose name
     [rank 0/4] node2                   1            2           0  cuda:0  4720
     [rank 0/4] node2                   1            3           1  cuda:1  4721
 
-With --nnodes=1:2 (at least 1, at most 2), the job survives the loss of node2, for one of the
-restarts. node2 rejoins when you start the command there again. Each time, torchrun restarts all
-ranks, from the newest snapshot of any machine. node1's torchrun must stay: the machines meet there.
-New here: who is who (show_map), the newest snapshot (take_newest), and "New in 03". For a real job,
-begin in template/. Next: 04.
+With --nnodes=1:2 (at least 1, at most 2), the job survives the loss of node2: that costs a restart.
+node2 rejoins when you start the command there again: that costs none. Each time, all ranks start
+anew, from the newest snapshot of any machine. node1's torchrun must stay: the machines meet there.
+What is new here is marked "New in 03". Next: template/, for a job of your own.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
+import torch.distributed.nn  # unused, but keep it: see join
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -53,26 +52,17 @@ SEED = 0
 @record  # when a process fails, torchrun's report shows its traceback
 def main():
     args = parse_args()
-
     # Step 1: start. New in 03: RANK, the global rank, counts through the whole job: it decides
     # which share of the data a process takes. LOCAL_RANK starts at 0 on each machine: it decides
     # which GPU. With two GPUs on each machine, rank 2 is the first process of the second machine,
-    # and takes GPU 0 there. GLOO_SOCKET_IFNAME is not set here: other machines must reach us.
-    device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-
-    # Step 2: meet. New in 03: rank 0 serves a new store in each attempt, without addresses of the
-    # dead. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks for that. (02's prefix will not do: machines
-    # count their restarts apart.) And a timeout, which alone ends the wait if a cable is cut. A
-    # save, for which all wait, must take less.
-    dist.init_process_group(
-        backend, timeout=timedelta(seconds=args.timeout),
-        device_id=device if device.type != "cpu" else None)  # ties the group to my GPU
+    # and takes GPU 0 there.
+    # Step 2: meet. New in 03: each attempt gets a new store, without addresses of the dead, by
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. (02's prefix will not do: each machine counts its own
+    # restarts.) The timeout alone ends the wait if a cable is cut. A save must take less than it.
+    device = join(int(os.environ["LOCAL_RANK"]), timeout=timedelta(seconds=args.timeout))
     show_map(device)
-
     train(device, args)  # steps 3, 4 and 5
-
-    # Step 6: leave. While DDP is in memory, it keeps threads of the group; the exit could crash.
-    # As train has returned, gc.collect() frees it. Then close the connections.
+    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
@@ -81,7 +71,7 @@ def main():
 def show_map(device):
     """Print which process of the job runs where, as each of them says of itself."""
     mine = (dist.get_rank(), socket.gethostname(), os.environ.get("GROUP_RANK", "-"),
-            os.environ["LOCAL_RANK"], str(device), os.getpid())
+            os.environ["LOCAL_RANK"], str(device), os.getpid())  # GROUP_RANK: the node rank
     log(f"{'machine':<15} node rank  global rank  local rank  device  pid")
     for rank, machine, node, local_rank, its_device, pid in gathered(mine):
         log(f"{machine:<15} {node:>9}  {rank:>11}  {local_rank:>10}  {its_device:>6}  {pid}")
@@ -89,17 +79,15 @@ def show_map(device):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    # Step 3: share the data. Rank r gets the items r, r + world_size, ... of one shuffled list.
-    # drop_last: the sampler leaves out items that would come twice, the loader a smaller batch.
+    # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
     everywhere = gathered((socket.gethostname(), source, len(train_set), len(test_set)))
     if len({its[1:] for its in everywhere}) > 1:
         sys.exit(f"the machines have different data: {everywhere}")
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
-    share = min(args.batch_size, len(train_set)) // world_size  # batch_size is for all ranks
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
+    share = min(args.batch_size, len(train_set)) // world_size  # (at most the whole set)
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see there
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
@@ -110,27 +98,25 @@ def train(device, args):
     first_epoch = resume(args.snapshot_path, model, optimizer)
     if first_epoch > 1:
         log(f"resumed from {args.snapshot_path} at epoch {first_epoch}")
-    model = DDP(model, gradient_as_bucket_view=True)
+    model = DDP(model, gradient_as_bucket_view=True)  # no second copy of the gradients
     settle_buckets(model, next(iter(loader))[0].to(device))
 
     # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
     for epoch in range(first_epoch, args.total_epochs + 1):
-        sampler.set_epoch(epoch)  # without this line, every epoch repeats the first one's order
+        sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
-
+        check_replicas(model)  # a collective, so outside the "if" below
+        due = epoch % args.save_every == 0 or epoch == args.total_epochs
         # New in 03: one rank of each machine saves, as any machine may be missing next time.
         # (On a shared disk, each writes the same.) After the barrier, "saved" holds for all.
-        check_replicas(model)
-        saved = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if saved and os.environ["LOCAL_RANK"] == "0":
+        if due and os.environ["LOCAL_RANK"] == "0":
             save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                   "next_epoch": epoch + 1}, args.snapshot_path)
         dist.barrier()
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
-            f" {speed:6.0f} images/s" + f" | saved in {args.snapshot_path}" * saved)
-
+            f" {speed:6.0f} images/s" + (f" | saved in {args.snapshot_path}" if due else ""))
     if first_epoch > args.total_epochs:
         log("nothing left to train: ask for more epochs, or delete the snapshot (on all machines)")
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
@@ -141,12 +127,13 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    for images, labels in tqdm(loader, leave=False, disable=True if dist.get_rank() else None):
+    hidden = True if dist.get_rank() else None  # None: on a terminal
+    for images, labels in tqdm(loader, leave=False, disable=hidden):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
         optimizer.zero_grad()
-        loss.backward()  # the ranks meet here: DDP replaces the gradients by their mean
-        optimizer.step()  # so every rank takes the same step
+        loss.backward()  # the ranks wait for each other here
+        optimizer.step()
         total[0] += loss.detach() * len(labels)  # loss.item() would make the CPU wait for the GPU
         total[1] += len(labels)
     dist.all_reduce(total)  # in place: the sums over all ranks
@@ -157,11 +144,10 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # The shares may differ by an image, so a rank may have a batch more than others. In that
-    # one, DDP's forward could wait for all ranks, to copy buffers: use model.module, without DDP.
+    # model.module: DDP's forward copies buffers, and would hang if one rank has a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank: rank 0's will be saved
-        dist.broadcast(buffer, src=0)
+    for buffer in model.module.buffers():  # BatchNorm's differ by rank (Net has none)
+        dist.broadcast(buffer, src=0)  # rank 0's, which are saved
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
@@ -215,11 +201,10 @@ def take_newest(path):
 
 
 def settle_buckets(model, images):
-    """Run DDP once without a step, so that a resumed run adds gradients in the same order."""
-    # After its first backward, DDP sorts its buckets anew, and adds the ranks' values in another
-    # order: of three or more, (a + b) + c rounds unlike a + (b + c). So let it sort before step 1.
+    """Run DDP once, without a step: after its first backward, it sorts its buckets anew."""
+    # With three ranks or more, that changes the rounding: a resumed run would end with other bits.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
-    model(images).sum().backward()  # your model: one number, from all outputs
+    model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
     model.zero_grad()
 
@@ -243,9 +228,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 5, stride=2), nn.GELU(),
-            nn.Flatten(), nn.Linear(512, 10))
+        self.layers = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2), nn.GELU(),
+            nn.Conv2d(16, 32, 5, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(512, 10))
 
     def forward(self, images):
         return self.layers(images.unsqueeze(1).float() / 255)
@@ -276,24 +260,29 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
     # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
+    # No persistent_workers=True: such workers keep their first seed, whatever manual_seed says.
     lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
     return DataLoader(dataset, batch_size=None, sampler=lists)
 
 
-def pick_device(local_rank):
-    """Return (device, backend): GPU number local_rank with its backend, or the CPU with Gloo."""
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.get_default_backend_for_device(gpu or "cpu")
-    if backend != "gloo":
-        if local_rank >= torch.accelerator.device_count():
-            raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
+def join(local_rank, **meeting):
+    """Take a device, connect to all other processes, and return the device: steps 1 and 2."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    backend = dist.get_default_backend_for_device(device)
+    if backend == "gloo":  # a CPU, or a Mac: Gloo cannot send tensors of its GPU
+        device = torch.device("cpu")
+        torch.set_num_threads(1)  # one core for each process
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster so
+    elif local_rank < torch.accelerator.device_count():
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
-        return torch.device(gpu.type, local_rank), backend
-    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
-    torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
-    return torch.device("cpu"), "gloo"
+        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL connects now
+    else:
+        raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
+    # New in 03: Gloo listens for other machines, too. So its interface is not set here.
+    # If torch.distributed.nn is first imported after this, by DDP, it holds the group open.
+    dist.init_process_group(backend, **meeting)
+    return device
 
 
 def gathered(value):
@@ -325,8 +314,9 @@ def parse_args():
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         parser.error("for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
                      " --rdzv-backend=c10d ...")
-    if not os.access(os.path.join(os.path.dirname(args.snapshot_path), "."), os.W_OK):
-        parser.error(f"cannot write into the folder of {args.snapshot_path}")
+    path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."
+    if not os.access(folder, os.W_OK) or (os.path.exists(path) and not os.path.isfile(path)):
+        parser.error(f"cannot write into the folder of {path}, or {path} is not a file")
     share = args.batch_size // int(os.environ["WORLD_SIZE"])
     if min(args.total_epochs, args.save_every, share, args.timeout) < 1:
         parser.error("TOTAL_EPOCHS, SAVE_EVERY, --timeout, images of each rank: must be 1 or more")

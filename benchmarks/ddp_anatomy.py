@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import profile, record_function
 
-SCRIPT = load_script("02_torchrun_elastic.py")
+pick_device = load_script("04_collectives.py").pick_device
 
 
 def warmed_up(model, batch):
@@ -82,7 +82,7 @@ def resident(device):
 
 def new_net(rank, layers, width, batch_size):
     """Return (layers of Linear and GELU, a batch of this rank, the backend)."""
-    device, backend = SCRIPT.pick_device(rank)
+    device, backend = pick_device(rank)
     torch.manual_seed(0)
     stack = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*stack).to(device), torch.randn(batch_size, width, device=device), backend

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 SCRIPT = load_script("02_torchrun_elastic.py")
+pick_device = load_script("04_collectives.py").pick_device
 
 
 def epoch_speed(device, data, share, steps, ddp):
@@ -69,7 +70,7 @@ def exchange_ms(device, steps):
 
 def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
     """Return {"setting ranks": [images/s of each round]}."""
-    device, backend = SCRIPT.pick_device(rank)
+    device, backend = pick_device(rank)
     data = SCRIPT.generate_data(batch_size * steps * max(world_sizes))
     turns = iter(range(10**6))
 

@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 SCRIPT = load_script("02_torchrun_elastic.py")
+pick_device = load_script("04_collectives.py").pick_device
 
 
 def write_mnist(folder, images, labels):
@@ -143,7 +144,7 @@ def limit_epochs(batches, device):
 
 def measure(rank, world_size, store, folder, images, batch_sizes, workers, variants, rounds):
     """Return {batch size: {side: [images/s of each round]}}; on one rank, also without DDP."""
-    device, backend = SCRIPT.pick_device(rank)
+    device, backend = pick_device(rank)
     # Made here, as 02 does, and not sent. It leaves the C library with room that it keeps: without
     # that, memory went back to the system in each step, and steps of 512 took twice as long.
     train_set = TensorDataset(*SCRIPT.generate_data(images))

@@ -19,7 +19,7 @@ def place_of(moment):
     script = sys.modules["__main__"]
     survive = getattr(script, "survive", None)  # of the template
     return {
-        "rank starts": (survive or script, "pick_device"),
+        "rank starts": (survive, "pick_device") if survive else (script, "join"),
         "resuming": (survive.Snapshot, "load") if survive else (script, "resume"),
         "step": (torch.optim.Optimizer, "zero_grad"),
         "evaluation": (getattr(script, "Net", None) or script.GPT, "forward"),

@@ -68,7 +68,7 @@ def tell():
     torch.load, dist.destroy_process_group = load_and_tell, leave_and_tell
     after(os, "replace", written)
     after(torch, "save", written)
-    after(dist, "init_process_group", lambda *_, device_id, timeout=None, **__: say(
+    after(dist, "init_process_group", lambda *_, device_id=None, timeout=None, **__: say(
         "joined", timeout=getattr(timeout, "seconds", None), device_id=device_id,
         threads=torch.get_num_threads(), policy=os.sched_getscheduler(0),
         interface=os.environ.get("GLOO_SOCKET_IFNAME")))
@@ -211,6 +211,7 @@ def test_a_wrong_call_ends_in_words(tmp_path, number):
         (["--batch-size", 1], more), ([-3], more), ([3, 0], more),
         (["--batch-size", "many"], "--batch-size: invalid int value: 'many'"),
         ([path, "no/such.pt"], "cannot write into the folder of no/such.pt"),
+        ([path, tmp_path], f"or {tmp_path} is not a file"),
         ({"01": ["--nprocs", 0], "02": ["--what"], "03": ["--timeout", 0]}[number],
          "unrecognized arguments" if number == "02" else more),
     ):

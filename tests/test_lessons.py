@@ -10,11 +10,11 @@ from started import ROOT
 
 LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*_*.py"))}
 # {lesson: lines and words at most}
-LIMITS = {"01": (285, 1800), "02": (300, 1800), "03": (340, 2100), "04": (480, 3000),
+LIMITS = {"01": (258, 1620), "02": (288, 1800), "03": (327, 2100), "04": (480, 3000),
           "05": (420, 2500), "06": (420, 2700)}
-CHANGED = {("01", "02"): 190, ("02", "03"): 150}  # lines of the diff, at most
+CHANGED = {("01", "02"): 150, ("02", "03"): 140}  # lines of the diff, at most
 # Neighbours have the text of all functions in common, but for these, which the lesson is about.
-OWN = {"main", "train", "parse_args", "save", "resume"}
+OWN = {"main", "train", "parse_args", "save", "resume", "join"}
 
 
 @pytest.mark.parametrize("number", LIMITS)

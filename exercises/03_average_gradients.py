@@ -3,9 +3,12 @@
 Each rank has the same weights, and rows of its own. So after backward() each has other gradients.
 Write average_gradients: then all ranks take the step that one process would take with all rows.
 
-Read before: 04_collectives.py, the section all_reduce. DistributedDataParallel does this for you.
+Read before: 01_single_node_multi_gpu.py, which calls all_reduce. DistributedDataParallel does this
+for you.
 
     python exercises/03_average_gradients.py
+
+Next: 02_torchrun_elastic.py, 04_collectives.py, and then exercises 4 to 21.
 """
 
 import torch

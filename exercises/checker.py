@@ -219,7 +219,8 @@ def main(exercise):
         if not solved(exercise, args):
             sys.exit(1)
     print(f"Solved. One way to write it, and why: exercises/solutions/{exercise.name}")
-    print("Next: python exercises/all.py")
+    after = re.search(r"^Next: .*", exercise.read_text(), re.MULTILINE)  # in its docstring
+    print(after[0] if after else "Next: python exercises/all.py")
 
 
 def parse_args(watch=False):

@@ -1,0 +1,52 @@
+"""First steps: three functions of one to three lines, on real processes. They take two minutes each.
+
+The checker starts two processes, then three, and connects them, as steps 1 and 2 of
+docs/many_processes.py do. In each process, it then calls your functions, one after the other.
+
+Read before: README.md, "From one process to many", and docs/many_processes.py.
+
+    python exercises/00_first_steps.py
+
+Next: 01_single_node_multi_gpu.py, and then exercises 1 to 3.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def who_am_i():
+    """Return the rank of this process, and how many processes there are: two int.
+
+    docs/many_processes.py asks torch.distributed (dist) for both.
+    """
+    raise NotImplementedError
+
+
+def sum_over_all(number):
+    """Return the sum of all ranks' numbers, a float. Each rank has another number.
+
+    The processes share no variables, and exchange tensors only. So make a tensor of the number.
+    dist.all_reduce(tensor) waits until all ranks have called it. Then the tensor holds the sum, on
+    each of them. tensor.item() is the float in it.
+    """
+    raise NotImplementedError
+
+
+def report(number):
+    """Let rank 0 print the sum of all ranks' numbers. The other ranks print nothing.
+
+    Once the two functions above are right, run this one as it is: it hangs. There is no error.
+    Rank 0 waits in all_reduce for the others, which never call it. You will meet this again: most
+    mistakes with several processes end so. (The checker gives up after 8 seconds, and says where
+    each rank is.) The cure is a rule: under an "if" that only some ranks enter, stands nothing that
+    all ranks must call. Mend the function.
+    """
+    if dist.get_rank() == 0:
+        total = sum_over_all(number)
+        print(f"the sum is {total}")
+
+
+if __name__ == "__main__":
+    from checker import main
+
+    main(__file__)

@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node=4 04_collectives.py         # no GPU: 4 processes
     torchrun --standalone --nproc-per-node=gpu 04_collectives.py       # one for each GPU, 2 or more
-    torchrun --standalone --nproc-per-node=4 04_collectives.py --only ring ddp
+    torchrun --standalone --nproc-per-node=4 04_collectives.py --only broadcast all_reduce \
+        all_gather reduce_scatter async_op ring ddp    # what DDP is made of: these are enough
 
 Each section says what an operation is for, shows every rank's tensor before and after, and checks
 the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this shows where a number comes from.
@@ -17,9 +18,8 @@ the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this shows where a num
     ...
     [rank 0/4] 18 sections passed their checks on 4 ranks, by gloo
 
-The last two sections are built from the others: an all_reduce, and DistributedDataParallel (DDP).
-
-New since 02: all but main and the helpers. Next: write some of it yourself, exercises/README.md.
+The last two, an all_reduce and DistributedDataParallel (DDP), are built from the others. Now write
+it yourself. Next: exercises/ 4 to 21.
 """
 
 import argparse
@@ -34,45 +34,40 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
+import torch.distributed.nn  # keep it: imported later, by DDP, it holds the connections open
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing import assert_close
 
-# In older versions of torch: all_gather_into_tensor and reduce_scatter_tensor.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 @record  # when a process fails, torchrun's report shows its traceback
 def main():
     names = parse_args().only
-
     # Step 1: start. torchrun has started this file once for each process, as in 02.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: this machine
     torch.set_default_device(device)  # all tensors and layers are made there
 
     # Step 2: meet.
-    dist.init_process_group(
-        backend, device_id=device if device.type == "cuda" else None)  # ties it to my GPU
+    my_gpu = device if device.type == "cuda" else None  # (with xpu, a group of Gloo would fail)
+    dist.init_process_group(backend, device_id=my_gpu)  # NCCL sends from this GPU
 
-    for name in names:
+    for name in names:  # each section first prints its docstring
         for line in f"== {name}\n{SECTIONS[name].__doc__}".splitlines():
             log(line.strip())
         SECTIONS[name](dist.get_rank(), dist.get_world_size())
     gathered(None)  # rank 0 waits here: it reports success only if no rank has failed
     log(f"{len(names)} sections passed their checks on {dist.get_world_size()} ranks, by {backend}")
 
-    # Step 6: leave. First free DDP, whose threads could crash the exit. Then close the connections.
+    # Steps 3 to 5 are those of a training. Step 6: leave. Free DDP. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
 
 # Collectives: every rank must make the call, or the others wait. A collective works in place, or
 # fills a tensor that you provide. Shapes and dtypes must be the same on all ranks: else the result
-# can be wrong without an error. (Each section first prints its docstring.)
+# can be wrong without an error.
 
 
 def broadcast(rank, world_size):
@@ -135,7 +130,7 @@ def all_gather(rank, world_size):
     tensor = tensor_of(rank)
     as_list, as_tensor = [torch.zeros(2) for _ in range(world_size)], torch.zeros(2 * world_size)
     dist.all_gather(as_list, tensor)
-    all_gather_single(as_tensor, tensor)
+    all_gather_single(as_tensor, tensor)  # in most texts by its old name: all_gather_into_tensor
     table({"before": tensor, "all_gather": as_list, "all_gather_single": as_tensor})
     expected = [tensor_of(r) for r in range(world_size)]
     assert_close((as_list, as_tensor), (expected, torch.cat(expected)))
@@ -146,7 +141,7 @@ def reduce_scatter(rank, world_size):
     gradients of its own weights. reduce_scatter and all_gather together are an all_reduce."""
     tensor = tensor_of(rank, length=world_size)
     chunk, whole = torch.zeros(1), torch.zeros(world_size)
-    reduce_scatter_single(chunk, tensor)
+    reduce_scatter_single(chunk, tensor)  # its old name: reduce_scatter_tensor
     all_gather_single(whole, chunk)
     table({"before": tensor, "its chunk": chunk, "all_gather": whole})
     expected = sum(tensor_of(r, length=world_size) for r in range(world_size))
@@ -216,7 +211,7 @@ def isend_irecv(rank, world_size):
     if rank == 0:
         work = [dist.isend(tensor, dst=1), dist.irecv(received, src=1)]
     elif rank == 1:
-        work = [dist.irecv(received, src=0), dist.isend(tensor, dst=0)]
+        work = [dist.irecv(received, src=0), dist.isend(tensor, dst=0)]  # why so: see exchange
     for one in work:
         one.wait()
     table({"before": tensor, "received": received})
@@ -235,15 +230,15 @@ def batch_isend_irecv(rank, world_size):
 def exchange(outgoing, incoming):
     """Send a tensor to the next rank on the ring, and receive one from the rank before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Not isend and irecv one by one: with NCCL they can share a queue. If every rank's send is the
-    # first in it, no rank comes to its receive.
+    # Not isend and irecv one by one: NCCL may queue them. If all ranks queue the send first, no
+    # rank comes to its receive.
     for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
             dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
         work.wait()
 
 
-# More about all of these: beside the computation, in groups, for objects. Then two by hand.
+# Collectives while the rank computes, in groups, and for objects. Then two of them by hand.
 def async_op(rank, world_size):
     """With async_op=True a collective runs while the rank computes. Before wait(), its tensor
     holds old numbers, new ones or a mixture, and no error says so."""
@@ -341,11 +336,12 @@ def ddp(rank, world_size):
     theirs = DDP(copy.deepcopy(model))
     alone = copy.deepcopy(theirs.module)  # for comparison: the same weights, no exchange
     ours = BucketedDDP(model, bucket_bytes=2 * 2**20)  # two layers fill a bucket
-    for replica in (theirs, alone, ours):  # ours last: its times are kept
-        loss = nn.functional.mse_loss(replica(batch), target)
-        start = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
+    for replica in (theirs, alone):
+        nn.functional.mse_loss(replica(batch), target).backward()
+    loss = nn.functional.mse_loss(ours(batch), target)
+    start = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
     ours.wait()  # optimizer.step() would come after this
     back = time.perf_counter()
     log("  the backward pass by hand, as the CPU of rank 0 sees it:")
@@ -412,6 +408,10 @@ class BucketedDDP(nn.Module):
 
 
 # ---- The lesson ends here. Below: what each script needs. ----
+
+# New names: older versions of torch have the old ones alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SECTIONS = {function.__name__: function for function in (
     broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier,

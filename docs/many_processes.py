@@ -1,11 +1,11 @@
-"""Many train it: torchrun --standalone --nproc-per-node=2 docs/many_processes.py"""
+"""Many processes train it: torchrun --standalone --nproc-per-node=2 docs/many_processes.py"""
 
 import gc
 import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
+import torch.distributed.nn  # keep it: imported later, by DDP, it holds the connections open
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -15,7 +15,7 @@ def main():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Step 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
     backend = dist.get_default_backend_for_device(device)
-    if backend == "gloo":  # it cannot send tensors of a Mac's GPU (mps): take the CPU
+    if backend == "gloo":  # on a CPU (or on a Mac, whose GPU Gloo cannot serve)
         device = torch.device("cpu")
     else:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""First steps: three functions of one to three lines, on real processes. They take two minutes each.
+"""First steps: three functions of one to three lines, on real processes, two minutes each.
 
 The checker starts two processes, then three, and connects them, as steps 1 and 2 of
 docs/many_processes.py do. In each process, it then calls your functions, one after the other.

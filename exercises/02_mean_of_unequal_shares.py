@@ -3,8 +3,8 @@
 Each rank has computed the losses of its own items. The ranks have different numbers of items; one
 may have none at all. Write global_mean, so that each rank returns the mean over all items.
 
-Read before: 01_single_node_multi_gpu.py, which calls all_reduce. A collective is a call that every rank makes
-with a tensor of the same shape and dtype. If one does not come, the others wait.
+Read before: 01_single_node_multi_gpu.py, which calls all_reduce. A collective is a call that every
+rank makes with a tensor of the same shape and dtype. If one does not come, the others wait.
 
     python exercises/02_mean_of_unequal_shares.py
 """

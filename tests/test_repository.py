@@ -43,7 +43,6 @@ NOT_RUN = {
     "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
     r".+ (recipes/(?!acc|agree)|pitfalls/(?!coll|no_d|orph|own|small_s|sta\S+y$))\w+.py( --fixed)?":
         "test_recipes.py and test_pitfalls.py run it, in forked processes",
-    "rm -f snapshot.pt": "says nothing",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
@@ -64,7 +63,7 @@ def last_shown(path):
 
 # What a command without a transcript prints, and without which status 0 would be worth nothing.
 PROOFS = {
-    "04_collectives.py": "2 sections passed their checks on 4 ranks, by gloo",
+    "04_collectives.py": "7 sections passed their checks on 4 ranks, by gloo",
     "06_model_parallel_ddp.py": "2 replicas of the model are identical, sha256 .+",
 }
 PROOFS |= {f"pitfalls/{path.name}": "symptom: .+" for path in PITFALLS}

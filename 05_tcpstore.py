@@ -5,21 +5,21 @@
     python 05_tcpstore.py --role client --port 29605      # then this in the other
 
 To form a process group, ranks must find each other. So each (with NCCL, rank 0) leaves its address
-in a store, and others read it: init_process_group does so in 01 to 04. A store is a dictionary that
-processes share. Here they use one directly, in lessons of a few lines. You see what it can do, and
-what is built from it: a barrier (all wait for all), a leader, a work queue, process groups.
+in a store, a dictionary that processes share, and the others read it there: see the first lesson.
+init_process_group does so in 01 to 04; you touch the store yourself when a job restarts, as in 02.
+Here processes use one directly, in short lessons: what it can do, and what is built from it: a
+barrier (all wait for all), a leader, a work queue, process groups.
 
-    [rank 0/3] == set_get
-    [rank 0/3] What one process sets, all others can get. A get waits until the key is there.
-    [rank 1/3] get("greeting"): not there yet
-    [rank 2/3] get("greeting"): not there yet
-    [rank 0/3] set("greeting", "hello")
-    [rank 2/3] get("greeting") returns b'hello' after 0.31 s
-    [rank 1/3] get("greeting") returns b'hello' after 0.31 s
+    [rank 0/3] == find_each_other
+    [rank 0/3] get("0//cpu//0/0"): 178 bytes, with the address 127.0.0.1, port 43551
+    [rank 0/3] get("0//cpu//0/1"): 178 bytes, with the address 127.0.0.1, port 40013
+    [rank 0/3] get("0//cpu//0/2"): 178 bytes, with the address 127.0.0.1, port 42195
+    ...
+    [rank 0/3] 11 lessons, all checks passed on 3 processes; 2 said goodbye before the server ended
 
-New here: processes work together without a process group (one lesson makes four). Rank 0 has the
-server. The others, its clients, get their ranks in the order in which they come. Each lesson checks
-its results, and fails if they are wrong. Next: what if a rank dies, recipes/go_on_without.py.
+Rank 0 has the server. The others, its clients, get their ranks in the order in which they come.
+Each lesson checks its results. The last digit of those keys is a rank. Next: template/, for a job
+of your own.
 """
 
 import argparse
@@ -42,60 +42,34 @@ import torch.distributed as dist
 
 HOST = "127.0.0.1"  # loopback: this machine alone. A TCPStore asks nobody for a password
 TIMEOUT = timedelta(seconds=60)  # how long a get or a wait waits; by default 5 minutes
-SPAWN = multiprocessing.get_context("spawn")  # a fork copies locks and sockets, but no threads
+SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks, but no thread to free them
 
 
-def main():
-    args = parse_args()
-    if args.role == "client":
-        return run_client(args.port)
-
-    # This process serves the store, and is rank 0 itself. me: its rank, and how many there are.
-    store, me = serve(args.port), Member(0, args.nprocs)
-    store.set("world size", str(me.world_size))
-    me.say(f"pid {os.getpid()}, serves at {HOST}, port {store.port}")
-    clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
-               for _ in range(0 if args.role else me.world_size - 1)]
-    for client in clients:
-        client.start()
-    if args.role:
-        me.say(f"waits for {me.world_size - 1} of: python {sys.argv[0]} --role client"
-               f" --port {store.port}")
-    play(store, me)
-    for client in clients:
-        client.join()
-        expect(client.exitcode, 0)
+# What the store can do. Every process calls every lesson, with the store and with me: its rank, and
+# how many processes there are.
 
 
-def run_client(port):
-    """Join the server. The order in which clients come gives them their ranks."""
-    store = connect(port)
-    rank, world_size = store.add("ranks", 1), int(store.get("world size"))  # see add, set_get
-    if rank >= world_size:
-        sys.exit(f"the server has its {world_size} processes already")
-    me = Member(rank, world_size)
-    me.say(f"pid {os.getpid()}, connected to {HOST}, port {port}")
-    play(store, me)
-
-
-def play(store, me):
-    """Go through the lessons, all processes together. The one with the server leaves last."""
-    wait_for_all(store, me, "start", timedelta(minutes=5))  # time for the second terminal
-    for lesson in LESSONS:
-        if me.rank == 0:
-            for line in [f"== {lesson.__name__}", *lesson.__doc__.splitlines()]:
-                me.say(line.strip())
-        wait_for_all(store, me)
-        lesson(dist.PrefixStore(lesson.__name__, store), me)  # keys of its own: see prefix_store
-        wait_for_all(store, me)
-    say_goodbye(store, me)
-
-
-# What the store can do. Every process calls every lesson.
+def find_each_other(store, me):
+    """How processes find each other: each leaves its address in the store, under a key of its own,
+    reads those of the others, and connects to them. init_process_group does all that."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: this machine
+    numbers = {"rank": me.rank, "world_size": me.world_size}
+    dist.init_process_group("gloo", store=store, timeout=TIMEOUT, **numbers)
+    found = 0
+    for key in sorted(store.list_keys()) if me.rank == 0 else []:
+        value = store.get(key)
+        at = value.find(socket.inet_aton(HOST))  # in the two bytes before it is the port
+        if at > 0:
+            found += 1
+            port = int.from_bytes(value[at - 2 : at], "big")
+            me.say(f'get("{key}"): {len(value)} bytes, with the address {HOST}, port {port}')
+    if me.rank == 0:
+        expect(found, me.world_size)
+    dist.destroy_process_group()
 
 
 def set_get(store, me):
-    """What one process sets, all others can get. A get waits until the key is there."""
+    """What one process sets, all others can get, as bytes. A get waits until the key is there."""
     if me.rank == 0:
         # wait returns when all of these keys are there.
         store.wait([f"rank {other} asks" for other in range(1, me.world_size)])
@@ -117,10 +91,11 @@ def wait_timeout(store, me):
     can be given a time of its own. Choose a short one: the other may be dead."""
     if me.rank == 0:
         start = time.perf_counter()
-        result = outcome(store.wait, ["never set"], timedelta(seconds=0.5))
+        result = outcome(store.wait, ["never set"], timedelta(seconds=0.5))  # its error's name
         seconds = time.perf_counter() - start
         me.say(f'wait(["never set"]): {result} after {seconds:.2f} s')
-        expect((result, 0.4 < seconds < 30), ("DistStoreError", True))
+        expect(result, "DistStoreError")
+        expect(0.4 < seconds < 30, True)
 
 
 def add(store, me):
@@ -128,87 +103,22 @@ def add(store, me):
     by a set is not atomic: what another process wrote in between is overwritten."""
     if me.rank == 0:
         store.set("careless", "0")
-    wait_for_all(store, me)
     for _ in range(300):
-        store.add("atomic", 1)  # returns the new value; add(key, 0) only asks for it
+        # Returns the new value; add(key, 0) only asks for it. Trap: where a key holds another text
+        # than a number, add ends the connection, and all later calls on it fail.
+        store.add("atomic", 1)
     count = int(store.get("careless"))
-    wait_for_all(store, me)  # makes the unlucky order certain: all get before anyone sets
+    store.set(f"{me.rank} got", "")
+    store.wait([f"{rank} got" for rank in range(me.world_size)])  # the unlucky order, made certain
     store.set("careless", str(count + 1))
-    wait_for_all(store, me)
+    store.set(f"{me.rank} set", "")
     if me.rank == 0:
+        store.wait([f"{rank} set" for rank in range(me.world_size)])
         total = 300 * me.world_size
         atomic, careless = store.add("atomic", 0), int(store.get("careless"))
         me.say(f"{me.world_size} processes add 1, 300 times each: {atomic} of {total}")
         me.say(f"{me.world_size} processes set what they got plus 1: {careless} of {me.world_size}")
         expect((atomic, careless), (total, 1))
-
-
-def values_are_bytes(store, me):
-    """Values come back as bytes, numbers as decimal text. Trap: add, on a key that holds other
-    text, ends the connection, and all later calls on that connection fail."""
-    if me.rank == 0:
-        store.set("text", "two")
-        store.add("number", 2)
-        values = store.get("text"), store.get("number")
-        me.say(f'get("text") {values[0]}, get("number") {values[1]}')
-        expect(values, (b"two", b"2"))
-        throwaway = store.clone()  # a second connection
-        results = [outcome(throwaway.add, "text", 1), outcome(throwaway.get, "number")]
-        me.say(f'add("text", 1): {results[0]}; get("number") after that: {results[1]}')
-        me.say(f'the first connection: get("number") {store.get("number")}')
-        expect(results, ["DistNetworkError"] * 2)
-
-
-def append_and_multi(store, me):
-    """append adds to the end of a value; multi_set and multi_get (it waits, too) take many keys."""
-    store.append("order", f"{me.rank} ")
-    store.multi_set([f"host/{me.rank}", f"pid/{me.rank}"], [socket.gethostname(), str(os.getpid())])
-    wait_for_all(store, me)
-    if me.rank == 0:
-        order = store.get("order")
-        me.say(f"the ranks in the order in which they came: {order}")
-        expect(sorted(map(int, order.split())), list(range(me.world_size)))
-        pids = store.multi_get([f"pid/{rank}" for rank in range(me.world_size)])
-        me.say(f"their process ids, with one multi_get: {pids}")
-        expect((len(set(pids)), pids[0]), (me.world_size, str(os.getpid()).encode()))
-
-
-def queue(store, me):
-    """First in, first out, and each entry goes to one process. Use block=False, as here: a pop
-    that waits does not wait again, but fails, if another process is quicker."""
-    if me.rank == 0:
-        for number in (1, 2, 3):
-            store.queue_push("numbers", str(number))
-        popped = [store.queue_pop("numbers", block=False) for _ in range(3)]
-        empty = outcome(store.queue_pop, "numbers", block=False)
-        me.say(f"pushed 1, 2, 3, popped {popped}; one more: {empty}")
-        expect((popped, empty), ([b"1", b"2", b"3"], "QueueEmptyError"))
-
-
-def prefix_store(store, me):
-    """Two jobs on one server. Each has a prefix of its own for its keys: they never collide."""
-    job_a, job_b = dist.PrefixStore("job a", store), dist.PrefixStore("job b", store)
-    if me.rank == 0:
-        job_a.set("epoch", "7")
-        job_b.set("epoch", "40")
-    key = "prefix_store/job a/epoch"  # play() has given a prefix to each lesson, too
-    got = job_a.get("epoch"), job_b.get("epoch"), store.underlying_store.get(key)
-    if me.rank == 0:
-        me.say(f'get("epoch"): job a {got[0]}, job b {got[1]}; on the server "{key}" is {got[2]}')
-    expect(got, (b"7", b"40", b"7"))
-
-
-# What is built from the store.
-
-
-def elect_leader(store, me):
-    """compare_set writes only if the key still has the value that you expect, and returns the
-    value it has then. All try to be first, one succeeds, and every process learns who."""
-    leader = int(store.compare_set("leader", "", str(me.rank)))  # "": the key is not there yet
-    me.say(f"the leader is rank {leader}{', that is me' if leader == me.rank else ''}")
-    store.set(f"vote/{me.rank}", str(leader))
-    votes = store.multi_get([f"vote/{rank}" for rank in range(me.world_size)])
-    expect(set(votes), {str(leader).encode()})
 
 
 def barrier_100_times(store, me):
@@ -235,9 +145,50 @@ def wait_for_all(store, me, key="barrier", timeout=TIMEOUT):
     store.wait([f"{key}/gate {use}"], timeout)
 
 
+def append_and_multi(store, me):
+    """append adds to the end of a value; multi_set and multi_get (it waits, too) take many keys."""
+    store.append("order", f"{me.rank} ")
+    store.multi_set([f"host/{me.rank}", f"pid/{me.rank}"], [socket.gethostname(), str(os.getpid())])
+    wait_for_all(store, me)
+    if me.rank == 0:
+        order = store.get("order")
+        me.say(f"the ranks in the order in which they came: {order}")
+        expect(sorted(map(int, order.split())), list(range(me.world_size)))
+        pids = store.multi_get([f"pid/{rank}" for rank in range(me.world_size)])
+        me.say(f"their process ids, with one multi_get: {pids}")
+        expect((len(set(pids)), pids[0]), (me.world_size, str(os.getpid()).encode()))
+
+
+def prefix_store(store, me):
+    """Two jobs on one server. Each has a prefix of its own for its keys: they never collide."""
+    job_a, job_b = dist.PrefixStore("job a", store), dist.PrefixStore("job b", store)
+    if me.rank == 0:
+        job_a.set("epoch", "7")
+        job_b.set("epoch", "40")
+    key = "prefix_store/job a/epoch"  # each lesson has a prefix, too: see play
+    got = job_a.get("epoch"), job_b.get("epoch"), store.underlying_store.get(key)
+    if me.rank == 0:
+        me.say(f'get("epoch"): job a {got[0]}, job b {got[1]}; on the server "{key}" is {got[2]}')
+    expect(got, (b"7", b"40", b"7"))
+
+
+# What is built from the store.
+
+
+def elect_leader(store, me):
+    """compare_set writes only if the key still has the value that you expect, and returns the
+    value it has then. All try to be first, one succeeds, and every process learns who."""
+    leader = int(store.compare_set("leader", "", str(me.rank)))  # "": the key is not there yet
+    me.say(f"the leader is rank {leader}{', that is me' if leader == me.rank else ''}")
+    store.set(f"vote/{me.rank}", str(leader))
+    votes = store.multi_get([f"vote/{rank}" for rank in range(me.world_size)])
+    expect(set(votes), {str(leader).encode()})
+
+
 def work_queue(store, me):
-    """20 tasks, each done once, though an extra worker is killed with a task in hand. It had a
-    heartbeat: a count that grows while it lives. As that has stopped, rank 0 puts the task back."""
+    """A queue gives each of 20 tasks to one process, first in, first out. An extra worker is killed
+    with a task in hand. It had a heartbeat, a count that grows while it lives. When the count
+    stands still, rank 0 puts the task back."""
     if me.rank == 0:
         for task in range(20):
             store.queue_push("tasks", str(task))
@@ -255,6 +206,7 @@ def work_queue(store, me):
     mine, deadline = [], time.monotonic() + TIMEOUT.total_seconds()
     while store.add("done", 0) < 20 and time.monotonic() < deadline:
         try:
+            # With block=True, a pop that waits fails if another process takes the entry.
             task = store.queue_pop("tasks", block=False).decode()
         except dist.QueueEmptyError:  # but the lost task may come back
             time.sleep(0.02)
@@ -299,8 +251,7 @@ def process_groups(store, me):
     """From a store to a process group: four ways, each followed by one all_reduce. torchrun
     sets the variables of env://, and has the server. A launcher of your own can use any way."""
     # For env:// and tcp://, rank 0 would start servers that listen on all addresses. So it makes
-    # two private ones first (see serve). The tensors stay on this machine, too:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
+    # two private ones first (see serve).
     if me.rank == 0:
         servers, folder = [serve(), serve()], tempfile.TemporaryDirectory()
         places = [str(server.port) for server in servers] + [folder.name]
@@ -353,11 +304,63 @@ def say_goodbye(store, me):
                f" {me.world_size - 1} said goodbye before the server ended")
 
 
-LESSONS = (set_get, wait_timeout, add, values_are_bytes, append_and_multi, queue, prefix_store,
-           elect_leader, barrier_100_times, work_queue, process_groups, server_ends_first)
+LESSONS = (find_each_other, set_get, wait_timeout, add, barrier_100_times, append_and_multi,
+           prefix_store, elect_leader, work_queue, process_groups, server_ends_first)
 
 
 # ---- The lessons end here. Below: the server, its clients, and what each lesson needs. ----
+
+
+def main():
+    args = parse_args()
+    if args.role == "client":
+        return run_client(args.port)
+
+    # This process serves the store, and is rank 0 itself.
+    store, me = serve(args.port), Member(0, args.nprocs)
+    store.set("world size", str(me.world_size))
+    me.say(f"pid {os.getpid()}, serves at {HOST}, port {store.port}")
+    clients = []
+    if args.role is None:
+        clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
+                   for _ in range(1, me.world_size)]
+    for client in clients:
+        client.start()
+    if args.role:
+        me.say(f"waits for {me.world_size - 1} of: python {sys.argv[0]} --role client"
+               f" --port {store.port}")
+    play(store, me)
+    for client in clients:
+        client.join()
+        expect(client.exitcode, 0)
+
+
+def run_client(port):
+    """Join the server. The order in which clients come gives them their ranks."""
+    try:
+        socket.create_connection((HOST, port)).close()  # a TCPStore would try for minutes
+    except OSError as error:
+        sys.exit(f"no server at {HOST}, port {port} ({error}): start it first")
+    store = connect(port)
+    rank, world_size = store.add("ranks", 1), int(store.get("world size"))
+    if rank >= world_size:
+        sys.exit(f"the server has its {world_size} processes already")
+    me = Member(rank, world_size)
+    me.say(f"pid {os.getpid()}, connected to {HOST}, port {port}")
+    play(store, me)
+
+
+def play(store, me):
+    """Go through the lessons, all processes together. The one with the server leaves last."""
+    wait_for_all(store, me, "start", timedelta(minutes=5))  # time for the second terminal
+    for lesson in LESSONS:
+        if me.rank == 0:
+            for line in [f"== {lesson.__name__}", *lesson.__doc__.splitlines()]:
+                me.say(line.strip())
+        wait_for_all(store, me)
+        lesson(dist.PrefixStore(lesson.__name__, store), me)  # keys of its own
+        wait_for_all(store, me)
+    say_goodbye(store, me)
 
 
 def serve(port=0):
@@ -370,7 +373,7 @@ def serve(port=0):
 
 
 def connect(port):
-    """Return a store connected to the server at that port. Wait for it, if it is not there yet."""
+    """Return a store connected to the server at that port."""
     return dist.TCPStore(HOST, port, is_master=False, timeout=TIMEOUT)
 
 
@@ -401,13 +404,16 @@ def expect(actual, expected):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nprocs", type=int, default=0, help="default: 3; with --role server 2")
+    parser.add_argument("--nprocs", type=int, help="default: 3; with --role server 2")
     parser.add_argument("--role", choices=("server", "client"), help="default: start all processes")
     parser.add_argument("--port", type=int, default=0, help="the server's; default: a free one")
     args = parser.parse_args()
     if args.role == "client" and not args.port:
         parser.error("--role client needs the --port that the server printed")
-    args.nprocs = args.nprocs or (2 if args.role else 3)
+    if not 0 <= args.port < 65536:
+        parser.error("--port must be 0 to 65535")
+    if args.nprocs is None:
+        args.nprocs = 2 if args.role else 3
     if args.nprocs < 2:
         parser.error("--nprocs must be 2 or more: a single process has nobody to find")
     return args

@@ -4,13 +4,14 @@
     torchrun --standalone --nproc-per-node=2 06_model_parallel_ddp.py --mode devices   # 4 GPUs
     torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py --mode pipeline  # 4 GPUs
 
-If a model does not fit on one device, shard it (FSDP2), or cut it between layers, in two ways:
+If a model does not fit on one device, it is most often sharded (FSDP2: docs/which_parallelism.md).
+Or cut it between layers, in two ways:
 - mode devices: one process drives two devices, each with half of the layers.
 - mode pipeline: each half, a stage, has a process (a rank) of its own. The stages send each other
   activations (what a layer returns) and their gradients.
 Both cut a batch into micro-batches, so that both halves of the model can compute at once, each on
-another micro-batch. DDP trains replicas (copies) of the split model, as in 01. You see that they
-end with the weights of the unsplit model:
+another micro-batch. DDP trains replicas of the split model, as in 01. You see that they end with
+the weights of the unsplit model:
 
     [rank 0/4] replica 0: stage 0 is rank 0 <-> stage 1 is rank 1
     [rank 0/4] replica 1: stage 0 is rank 2 <-> stage 1 is rank 3
@@ -19,10 +20,10 @@ end with the weights of the unsplit model:
     [rank 0/4] 1F1B: idle 44%, the bubble alone 20%; stage 0 kept the activations of 2 micro-batches
     [rank 0/4] against the unsplit model: weights off by 7.9e-07 of their largest change
 
-Time runs to the right. 0 to 3: forward passes of 4 micro-batches; a to d: backward passes, d with
-DDP's exchange; a dot: idle. A pipeline idles while it fills and empties (the bubble), and here for
-want of cores: 2 for 4 processes. 1F1B is one of two schedules. Read 01 and 02 before. Next: a
-pipeline by hand, exercises/16_pipeline.py. For a model of your own: docs/which_parallelism.md.
+Time runs to the right. 0 to 3: forward passes of 4 micro-batches; a to d: their backward passes (in
+d, DDP exchanges, too). A dot: the stage is idle, while the pipeline fills and empties (the bubble),
+and here also because 4 processes share 2 cores. 1F1B and GPipe are two schedules. A pipeline by
+hand: exercises/16_pipeline.py. Next: template/, for a job of your own.
 """
 
 import argparse
@@ -38,7 +39,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else the group cannot be closed
+import torch.distributed.nn  # keep it: imported later, by DDP, it holds the connections open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -61,14 +62,14 @@ def main():
     # GPUs 2 and 3, and so on.
     local_rank = int(os.environ["LOCAL_RANK"])
     device, backend = pick_device(2 * local_rank if args.mode == "devices" else local_rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback only
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: this machine
     if args.mode == "all" and device.type != "cpu":
         raise SystemExit("on GPUs, choose --mode devices (two a process) or --mode pipeline (one)")
 
     # Step 2: meet. device_id names the one GPU on which a process exchanges tensors. A process that
     # drives two leaves it out: DDP exchanges gradients on both.
     if args.mode == "devices":
-        os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # torch 2.15's new NCCL code takes one GPU only
+        let_nccl_use_two_gpus()
     one_gpu = args.mode == "pipeline" and device.type != "cpu"
     dist.init_process_group(backend, device_id=device if one_gpu else None)
 
@@ -79,8 +80,7 @@ def main():
         for schedule_class in (ScheduleGPipe, Schedule1F1B):
             train_pipeline(schedule_class, mesh, device, args)  # steps 3, 4 and 5, the second way
 
-    # Step 6: leave. The functions have returned, so gc.collect() frees DDP, whose threads could
-    # crash the exit. Then close the connections.
+    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
@@ -93,7 +93,7 @@ def train_devices(device, args):
     log("== devices: each rank is a replica, one process that drives two devices")
     log(f"first half on {device}, second half on {second_device}", every_rank=True)
 
-    # Step 3: share the data. Each rank trains on a share of its own of every batch.
+    # Step 3: share the data. Each rank trains on its own share of every batch.
     data = make_data()  # your data
 
     # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. It gets no
@@ -165,10 +165,13 @@ def train_pipeline(schedule_class, mesh, device, args):
     # Step 4: build the model, and wrap it. Each rank keeps the layers of its stage. DDP gets the
     # group of its column, and averages gradients over the replicas of this stage.
     whole = make_model()  # your model
-    begin, end = (len(whole) * index // STAGES for index in (stage_index, stage_index + 1))
+    begin = len(whole) * stage_index // STAGES
+    end = len(whole) * (stage_index + 1) // STAGES
     layers = whole[begin:end].to(device)
     model = DDP(layers, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    for _ in range(2):  # pass 2 settles DDP; else batch 2 fails: pitfalls/ddp_around_a_stage.py
+    # Two plain passes first. In the first, DDP notes the order of the gradients; before the second,
+    # it sorts its buckets. A schedule's passes would confuse it: pitfalls/ddp_around_a_stage.py.
+    for _ in range(2):
         model(torch.zeros(2, WIDTH, device=device)).sum().backward()  # any input of its kind
     optimizer = make_optimizer(model.parameters())
 
@@ -191,7 +194,7 @@ def train_pipeline(schedule_class, mesh, device, args):
             elif stage_index < STAGES - 1:
                 schedule.step()  # its inputs come from the stage before
             else:
-                schedule.step(target=labels.to(device), losses=step_losses)  # cleared first
+                schedule.step(target=labels.to(device), losses=step_losses)  # a list it clears
             optimizer.step()  # schedule.step, despite its name, changes no weights
             losses += step_losses
         log_epoch(epoch, args, losses, replicas)
@@ -368,6 +371,10 @@ def pick_device(local_rank):
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
+
+
+def let_nccl_use_two_gpus():
+    os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # torch 2.15's new code for NCCL takes one only
 
 
 def gathered(value):

@@ -17,8 +17,8 @@ snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at
 
 Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
-Beside save, resume and settle_buckets, what is new here is marked "New in 02". Next: 04 (03 is for
-several machines). For a job, begin in template/.
+Beside save, resume and settle_buckets, what is new here is marked "New in 02". For a job, begin in
+template/. Next: 04_collectives.py (03 is for several machines).
 """
 
 import argparse

@@ -18,8 +18,7 @@ barrier (all wait for all), a leader, a work queue, process groups.
     [rank 0/3] 11 lessons, all checks passed on 3 processes; 2 said goodbye before the server ended
 
 Rank 0 has the server. The others, its clients, get their ranks in the order in which they come.
-Each lesson checks its results. The last digit of those keys is a rank. Next: template/, for a job
-of your own.
+Each lesson checks its results. Those keys end in a rank. Next: template/, for a job of your own.
 """
 
 import argparse
@@ -45,16 +44,14 @@ TIMEOUT = timedelta(seconds=60)  # how long a get or a wait waits; by default 5 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks, but no thread to free them
 
 
-# What the store can do. Every process calls every lesson, with the store and with me: its rank, and
-# how many processes there are.
+# What the store can do. Every process calls every lesson. me: its rank, and how many there are.
 
 
 def find_each_other(store, me):
     """How processes find each other: each leaves its address in the store, under a key of its own,
     reads those of the others, and connects to them. init_process_group does all that."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: this machine
-    numbers = {"rank": me.rank, "world_size": me.world_size}
-    dist.init_process_group("gloo", store=store, timeout=TIMEOUT, **numbers)
+    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world_size)
     found = 0
     for key in sorted(store.list_keys()) if me.rank == 0 else []:
         value = store.get(key)

@@ -4,8 +4,7 @@
     torchrun --standalone --nproc-per-node=2 06_model_parallel_ddp.py --mode devices   # 4 GPUs
     torchrun --standalone --nproc-per-node=4 06_model_parallel_ddp.py --mode pipeline  # 4 GPUs
 
-If a model does not fit on one device, it is most often sharded (FSDP2: docs/which_parallelism.md).
-Or cut it between layers, in two ways:
+A model too large for one device is most often sharded (FSDP2). Or cut it between layers:
 - mode devices: one process drives two devices, each with half of the layers.
 - mode pipeline: each half, a stage, has a process (a rank) of its own. The stages send each other
   activations (what a layer returns) and their gradients.
@@ -22,8 +21,8 @@ the weights of the unsplit model:
 
 Time runs to the right. 0 to 3: forward passes of 4 micro-batches; a to d: their backward passes (in
 d, DDP exchanges, too). A dot: the stage is idle, while the pipeline fills and empties (the bubble),
-and here also because 4 processes share 2 cores. 1F1B and GPipe are two schedules. A pipeline by
-hand: exercises/16_pipeline.py. Next: template/, for a job of your own.
+and here also because 4 processes share 2 cores. 1F1B and GPipe are two schedules. For a model of
+your own, read docs/which_parallelism.md. Next: template/, for a job of your own.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Many processes train it: torchrun --standalone --nproc-per-node=2 docs/many_processes.py"""
+"""Many processes train a model: torchrun --standalone --nproc-per-node=2 docs/many_processes.py"""
 
 import gc
 import os

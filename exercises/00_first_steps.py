@@ -7,7 +7,7 @@ Read before: README.md, "From one process to many", and docs/many_processes.py.
 
     python exercises/00_first_steps.py
 
-Next: 01_single_node_multi_gpu.py, and then exercises 1 to 3.
+Next: 01_single_node_multi_gpu.py
 """
 
 import torch

@@ -8,7 +8,7 @@ for you.
 
     python exercises/03_average_gradients.py
 
-Next: 02_torchrun_elastic.py, 04_collectives.py, and then exercises 4 to 21.
+Next: 02_torchrun_elastic.py
 """
 
 import torch

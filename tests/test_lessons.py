@@ -1,6 +1,7 @@
 """Each lesson is one sitting, and differs from the one before in its own subject alone."""
 
 import ast
+import re
 import runpy
 import subprocess
 
@@ -29,11 +30,26 @@ def test_the_front_page_is_one_page():
     assert len(text.splitlines()) <= 220 and len(text.split()) <= 1800
 
 
-@pytest.mark.parametrize("number", LESSONS)
-def test_the_front_page_says_how_long_a_lesson_takes(number):
-    path, text = LESSONS[number], (ROOT / "README.md").read_text()
-    minutes = round(len(path.read_text().split()) / 130)  # words a minute
-    assert f"| [{path.name}]({path.name}) {minutes} min |" in text
+def test_each_file_says_what_comes_next_on_the_path():
+    text = (ROOT / "README.md").read_text().partition("\n## The path\n")[2].partition("\n\nB")[0]
+    path = [link.removesuffix("README.md") for link in re.findall(r"\]\((\S+?)[)#]", text)]
+    after = [*path[1:6], *["template/"] * 3]
+    assert [path.count("exercises/"), len(path)] == [2, 9] and "04_collectives.py" in path
+    path[2] = "exercises/03_average_gradients.py"
+    for file, following in zip(path, after):
+        assert file == "exercises/" or f"Next: {following}" in (ROOT / file).read_text(), file
+
+
+def test_the_front_page_says_how_long_a_lesson_takes():
+    """To the divider and to the end; more quickly where lines stand in an earlier lesson, too."""
+    text, seen = (ROOT / "README.md").read_text(), set()
+    for name, whole in ((path.name, path.read_text()) for path in LESSONS.values()):
+        lines = whole.splitlines()
+        to_divider = lines[: [line[:6] for line in lines].index("# ----")]
+        divider, end = (round(sum(len(line.split()) / (300 if line in seen else 90) for line in its))
+                        for its in (to_divider, lines))  # words a minute
+        assert f"| [{name}]({name}) {divider} / {end} min |" in text, (name, divider, end)
+        seen |= {*lines}
 
 
 @pytest.mark.parametrize("number", ["01", "02", "03"])

@@ -45,10 +45,10 @@ def test_the_front_page_says_how_long_a_lesson_takes():
     text, seen = (ROOT / "README.md").read_text(), set()
     for name, whole in ((path.name, path.read_text()) for path in LESSONS.values()):
         lines = whole.splitlines()
-        to_divider = lines[: [line[:6] for line in lines].index("# ----")]
-        divider, end = (round(sum(len(line.split()) / (300 if line in seen else 90) for line in its))
-                        for its in (to_divider, lines))  # words a minute
-        assert f"| [{name}]({name}) {divider} / {end} min |" in text, (name, divider, end)
+        divider = [line[:6] for line in lines].index("# ----")
+        times = [len(line.split()) / (300 if line in seen else 90) for line in lines]
+        minutes = f"{sum(times[:divider]):.0f} / {sum(times):.0f} min"
+        assert f"| [{name}]({name}) {minutes} |" in text, (name, minutes)
         seen |= {*lines}
 
 

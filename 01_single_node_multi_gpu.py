@@ -1,12 +1,12 @@
 """Train one model with several processes on one machine: mp.spawn and DistributedDataParallel.
 
-    python 01_single_node_multi_gpu.py          # one process per GPU; 2 on CPUs (one GPU: README)
+    python 01_single_node_multi_gpu.py          # one process per GPU, or 2 on a CPU
     python 01_single_node_multi_gpu.py 50 10    # 50 epochs, saved after every 10
 
 The steps are those of docs/many_processes.py. Each process, a rank, has a copy of the model, its
 replica. A call that all ranks must make, as all_reduce, is a collective. Never put one under an
-"if" that only some ranks enter: these would wait without a message. You see that DDP leaves the
-gradient of the whole batch on each rank, and that all replicas end up equal:
+"if" that only some ranks enter: they would wait for the others without a message. You see that DDP
+leaves the gradient of the whole batch on each rank, and that all replicas end up equal:
 
     [rank 0/2] gradient of a rank on its own images: differs from the whole batch's by 8.8e-01
     [rank 0/2] gradient that DDP leaves on each rank: differs from the whole batch's by 3.2e-07
@@ -49,9 +49,9 @@ def main():
 
 
 def worker(rank, world_size, meeting_point, args):
-    # Step 1: start. mp.spawn starts this N times. Each process takes a GPU of its own.
+    # Step 1: start. Each process takes a GPU of its own.
     # Step 2: meet, through a file. Each process waits here for all others. Then they are connected.
-    device = join(rank, init_method=meeting_point, rank=rank, world_size=world_size)  # below
+    device = join(rank, init_method=meeting_point, rank=rank, world_size=world_size)  # see below
     train(device, args)  # steps 3, 4 and 5
     # Step 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
@@ -97,8 +97,8 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    hidden = True if dist.get_rank() else None  # None: on a terminal
-    for images, labels in tqdm(loader, leave=False, disable=hidden):
+    no_bar = True if dist.get_rank() else None  # None: a bar, if on a terminal
+    for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
         optimizer.zero_grad()

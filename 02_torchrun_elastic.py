@@ -109,8 +109,8 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    hidden = True if dist.get_rank() else None  # None: on a terminal
-    for images, labels in tqdm(loader, leave=False, disable=hidden):
+    no_bar = True if dist.get_rank() else None  # None: a bar, if on a terminal
+    for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
         optimizer.zero_grad()

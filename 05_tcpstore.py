@@ -101,9 +101,8 @@ def add(store, me):
     if me.rank == 0:
         store.set("careless", "0")
     for _ in range(300):
-        # Returns the new value; add(key, 0) only asks for it. Trap: where a key holds another text
-        # than a number, add ends the connection, and all later calls on it fail.
-        store.add("atomic", 1)
+        # Trap: on a key that holds a text which is no number, add ends the connection.
+        store.add("atomic", 1)  # returns the new value; add(key, 0) only asks for it
     count = int(store.get("careless"))
     store.set(f"{me.rank} got", "")
     store.wait([f"{rank} got" for rank in range(me.world_size)])  # the unlucky order, made certain
@@ -183,9 +182,8 @@ def elect_leader(store, me):
 
 
 def work_queue(store, me):
-    """A queue gives each of 20 tasks to one process, first in, first out. An extra worker is killed
-    with a task in hand. It had a heartbeat, a count that grows while it lives. When the count
-    stands still, rank 0 puts the task back."""
+    """A queue gives each of 20 tasks to one process. One more worker dies with one in hand. Then
+    its heartbeat, a count that grows while it lives, stands still: rank 0 puts the task back."""
     if me.rank == 0:
         for task in range(20):
             store.queue_push("tasks", str(task))
@@ -313,14 +311,12 @@ def main():
     if args.role == "client":
         return run_client(args.port)
 
-    # This process serves the store, and is rank 0 itself.
-    store, me = serve(args.port), Member(0, args.nprocs)
+    store, me = serve(args.port), Member(0, args.nprocs)  # this process serves it, and is rank 0
     store.set("world size", str(me.world_size))
     me.say(f"pid {os.getpid()}, serves at {HOST}, port {store.port}")
-    clients = []
-    if args.role is None:
-        clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
-                   for _ in range(1, me.world_size)]
+    others = 0 if args.role else me.world_size - 1
+    clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
+               for _ in range(others)]
     for client in clients:
         client.start()
     if args.role:
@@ -334,10 +330,14 @@ def main():
 
 def run_client(port):
     """Join the server. The order in which clients come gives them their ranks."""
-    try:
-        socket.create_connection((HOST, port)).close()  # a TCPStore would try for minutes
-    except OSError as error:
-        sys.exit(f"no server at {HOST}, port {port} ({error}): start it first")
+    for second in range(60):
+        if socket.socket().connect_ex((HOST, port)) == 0:  # it is there
+            break
+        if second == 0:
+            print(f"waits for a server at {HOST}, port {port}", flush=True)
+        time.sleep(1)
+    else:
+        sys.exit(f"no server at {HOST}, port {port}, in a minute: start it first")
     store = connect(port)
     rank, world_size = store.add("ranks", 1), int(store.get("world size"))
     if rank >= world_size:

@@ -1,7 +1,7 @@
 """What keeps a training job alive. Copy it beside train.py; nothing here needs a change.
 
-Plain functions and one class, in the order in which train.py meets them. They call nothing of yours
-but state_dict() and load_state_dict(). "All ranks call it": if one does not, the others wait.
+Plain functions and one class. They call nothing of yours but state_dict() and load_state_dict().
+"All ranks call it": if one does not, the others wait.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pathlib
 import random
+import select
 import signal
 import socket
 import sys
@@ -23,10 +24,30 @@ import uuid
 import zipfile
 from datetime import timedelta
 
-LAUNCHER = os.getppid()  # torchrun, asked now: importing torch takes seconds
+PARENT = os.getppid()  # torchrun, or a program that it has started; asked now: torch takes seconds
+SIGTERM_CAME = threading.Event()
+GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # seconds; then torchrun kills
 SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all attempts
 WRITTEN_BY = "archive/written_by"  # an entry of the zip file that torch.save writes
 NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
+
+
+
+def find_torchrun():
+    """Return handles of torchrun and of what it has started above PARENT: [] if it is PARENT.
+
+    A shell without exec, say, is a PARENT that torchrun has given its variables.
+    """
+    pid, handles = PARENT, []
+    with contextlib.suppress(OSError, AttributeError):  # a Mac, or a process of another user
+        while b"TORCHELASTIC_RUN_ID=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
+            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+            pid = int(stat.rpartition(")")[2].split()[1])  # its parent
+            handles.append(os.pidfd_open(pid))
+    return handles
+
+
+ABOVE = find_torchrun()
 
 import numpy
 import torch
@@ -38,19 +59,14 @@ def start(timeout=600):
     """Join the job; return this process's torch.device, a GPU of its own or the CPU.
 
     timeout: seconds that ranks wait for each other in an exchange: more than a save takes. torchrun
-    has started it, on one machine or several; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    (LOCAL_RANK and LOCAL_WORLD_SIZE, too, where a machine has several processes). Without start,
-    restarted ranks look for the dead at their old addresses, and stand still (pytorch issue
-    135712); a rank outlives its torchrun, and writes on; nobody says which rank is missing. If the
-    start fails, one line says why (status 1 or 2).
+    has started it; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (and LOCAL_RANK and
+    LOCAL_WORLD_SIZE where a machine has several processes). Without start, restarted ranks look for
+    the dead at their old addresses, and stand still (pytorch issue 135712); a rank outlives its
+    torchrun, and writes on; nobody says which rank is missing. If it fails, one line says why.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
 
-    def end_with_torchrun():
-        while os.getppid() == LAUNCHER:
-            time.sleep(0.5)
-        os._exit(1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=end_with_torchrun, daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -60,8 +76,12 @@ def start(timeout=600):
     if one_machine:  # nobody else has to reach these processes: interface 1 is the loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
     device, backend = pick_device(local_rank)
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # 1 is torchrun's; more are yours
-    torch.set_num_threads(threads if threads > 1 else max(1, cores() // local_world_size))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
+    if threads == 0 or threads == 1 < local_world_size:  # 1 for several ranks is torchrun's own
+        threads = max(1, cores() // local_world_size)
+    torch.set_num_threads(threads)
+    if world_size > 64:  # else Gloo connects each rank with each, and its start asks N x N times
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
     # torchrun's store holds the addresses of the dead: so each attempt has its own prefix there.
     # (Each machine counts its own attempts: several need new stores, see below.)
@@ -81,12 +101,24 @@ def start(timeout=600):
         stop(explain(error), status=1)
     show = sys.excepthook
     sys.excepthook = lambda *error: (show(*error), name_the_stopped(error[1], store))
-    mine = f"{socket.gethostname()}, local rank {local_rank}, {device}, pid {os.getpid()}"
-    for number, place in enumerate(gathered(mine)):
-        log(f"attempt {attempt}, {backend}: rank {number} is on {place}")
+    places = [*enumerate(gathered((socket.gethostname(), f"{device}, pid {os.getpid()}")))]
+    for name in dict.fromkeys(name for _, (name, _) in places):
+        ranks = [f"rank {number} ({mine})" for number, (its, mine) in places if its == name]
+        log(f"attempt {attempt}, {backend}: {name} has {', '.join(ranks)}")
+    if ABOVE:
+        log("note: torchrun has not started python itself. If it is a shell that has, write exec"
+            " before python: else SIGTERM ends the shell, and torchrun waits for no save")
     if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
         log(f"note: a restart, or a machine that joins, will fail: set {NEW_STORES}")
     return device
+
+
+def end_with_torchrun():
+    while os.getppid() == PARENT and not select.select(ABOVE, [], [], 0.5)[0]:
+        pass
+    if SIGTERM_CAME.wait(0.5):  # it ends a shell at once, and torchrun then: still save
+        time.sleep(GRACE)
+    os._exit(1)
 
 
 def pick_device(local_rank):
@@ -98,8 +130,7 @@ def pick_device(local_rank):
             raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
         return torch.device(gpu.type, local_rank), backend
-    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
-    torch.set_num_threads(1)
+    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU.
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
@@ -117,16 +148,23 @@ def cores():
 
 
 def roll_call(store, rank, world_size, timeout):
-    store.set(f"rank {rank}", "here")
-    missing, deadline = [], time.monotonic() + timeout
-    for number in range(world_size):
-        try:  # (check() would ask without a limit, and the store may be gone, too)
-            store.wait([f"rank {number}"], timedelta(seconds=max(1, deadline - time.monotonic())))
-        except dist.DistStoreError:
-            missing.append(f"rank {number}")
+    """Wait for all ranks: rank 0 for each, the others for its word (N requests, not N x N)."""
+    def come(keys, seconds):
+        with contextlib.suppress(dist.DistStoreError):  # (check() would ask without a limit)
+            store.wait(keys, timedelta(seconds=seconds))
+            return True
+
+    keys, missing = [f"rank {number}" for number in range(world_size)], "rank 0"
+    store.set(keys[rank], "here")
+    if rank == 0:
+        absent = () if come(keys, timeout) else (key for key in keys if not come([key], 1))
+        missing = ", ".join(itertools.islice(absent, 10))
+        store.set("missing", missing)
+    elif come(["rank 0"], timeout) and come(["missing"], timeout + 30):
+        missing = store.get("missing").decode()
     if missing:
-        stop(f"{', '.join(missing)} did not come within {timeout:g} s: look for an error above, or"
-             " for a process that hangs", status=1)
+        stop(f"{missing} did not come within {timeout:g} s: look for an error above, or for a"
+             " process that hangs", status=1)
 
 
 def explain(error):
@@ -226,7 +264,7 @@ class Snapshot:
 
     def __init__(self, path, plan, **parts):
         self.path, self.plan, self.parts = path, plan, parts
-        self.writer = claim(path)
+        self.writer = claim(os.path.realpath(path))
         self.known = ""  # what the file says who wrote it
         self.job = self.attempt = gathered(uuid.uuid4().hex)[0]
 
@@ -311,7 +349,8 @@ def save(state, path, written_by=""):
     Snapshot's. It stops (status 1) if state cannot be written, or could not be loaded again.
     """
     # In the same folder: a move, not a copy. By machine: two halves of a job may write on one disk.
-    temporary = f"{path}.{socket.gethostname()}.tmp"
+    target = os.path.realpath(path)  # if path is a symbolic link, it stays one
+    temporary = f"{target}.{socket.gethostname()}.tmp"
     try:
         with open(temporary, "w+b") as file:
             if raw := isinstance(state, bytes | bytearray):
@@ -329,7 +368,7 @@ def save(state, path, written_by=""):
                        if type(leaf).__module__.partition(".")[0] not in ("builtins", "torch")]
             stop(f"{path} stays as it was, since the new one could not be loaded: save tensors and"
                  f" plain numbers ({(strange or [repr(error)[:300]])[0]})", 1)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", 1)
     finally:
@@ -343,25 +382,35 @@ def writer_of(path):
 
 
 def claim(path):
-    """Return whether this rank is the first that sees path on its disk; it has the lock, then."""
-    names = [f"{path}.{name}.tmp" for name in gathered(uuid.uuid4().hex)]  # one for each rank
-    try:
-        open(names[dist.get_rank()], "x").close()
-    except OSError as error:
-        stop(f"cannot write {path} ({error.strerror}): choose another path")
-    dist.barrier()  # all have written their file
-    seen = [os.path.exists(name) for name in names]
-    dist.barrier()  # all have looked
-    os.remove(names[dist.get_rank()])
-    if first := seen.index(True) == dist.get_rank():
-        try:  # by machine: if one is cut off, its lock must not stop the others. Never closed.
-            file = os.open(f"{path}.{socket.gethostname()}.lock", os.O_WRONLY | os.O_CREAT, 0o666)
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
-        except BlockingIOError:
-            stop(f"another job is running with {path}: end it, or choose another path", 1)
+    """Return whether this rank is the one that writes path on its disk; it has the lock, then."""
+    mark, mine = f"{path}.{gathered(uuid.uuid4().hex)[0]}.tmp", False
+    for turn in dist.get_rank() == 0, dist.get_rank() != 0:  # rank 0 comes first
+        try:
+            if turn:
+                open(mark, "x").close()  # of all ranks that share a disk, one can make it
+                mine = True
+        except FileExistsError:
+            pass
         except OSError as error:
-            log(f"note: {path} cannot be locked ({error.strerror}): start no second job", True)
-    return first
+            stop(f"cannot write {path} ({error.strerror}): choose another path")
+        dist.barrier()
+    if mine:
+        os.remove(mark)
+        lock(path, GRACE * bool(ABOVE))  # behind a shell, ranks of the last attempt may still save
+    return mine
+
+
+def lock(path, patience):
+    try:  # by machine: if one is cut off, its lock must not stop the others. Never closed.
+        file = os.open(f"{path}.{socket.gethostname()}.lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's workers do not inherit it
+    except BlockingIOError:
+        if patience <= 0:
+            stop(f"another job is running with {path}: end it, or choose another path", 1)
+        time.sleep(1)
+        lock(path, patience - 1)
+    except OSError as error:
+        log(f"note: {path} cannot be locked ({error.strerror}): start no second job", True)
 
 
 @contextlib.contextmanager
@@ -377,7 +426,11 @@ def settled(*models):
                for name, value in model.state_dict().items()} for model in models]
     yield
     for model, state in zip(models, states, strict=True):
-        model.load_state_dict(state)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            stop(f"the first forward has changed the model ({str(error)[-200:]}), so no snapshot"
+                 " could be loaded: make all buffers in __init__, or with persistent=False", 1)
         model.zero_grad()
 
 
@@ -403,45 +456,75 @@ def take_from(source, tensor):
 def compare(**parts):
     """Return the sha256 of all this, 12 digits. RuntimeError names what differs between the ranks.
 
-    parts: name=object with a state_dict(), or numbers, texts and tensors in tuples, lists, dicts.
-    All ranks call it. Without it, machines may train on different data, and replicas drift unseen
-    (if layers are unfrozen after DDP(), say): each restart hides it by one rank's file.
+    parts: name=object with a state_dict(), or tensors, arrays, numbers, texts, and objects that
+    hold such, in tuples, lists, dicts. It stops (status 1) at what it cannot look into. All ranks
+    call it. Without it, machines may train on different data, and replicas drift unseen (if layers
+    are unfrozen after DDP(), say): each restart hides it by one rank's file.
     """
-    mine = []
     states = {name: its.state_dict() if hasattr(its, "state_dict") else its
               for name, its in parts.items()}
+    rows = []
     for name, leaf in leaves(states):
-        content = (leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                   if torch.is_tensor(leaf) else repr(leaf).encode())
-        mine.append((name, hashlib.sha256(content).hexdigest()[:12]))
-    whole = hashlib.sha256(repr(mine).encode()).hexdigest()[:12]
-    if len({*gathered(whole)}) > 1:
-        for row in itertools.zip_longest(*gathered(mine), fillvalue=("the number of values", "-")):
+        try:
+            rows.append((name, *checksum(leaf)))
+        except Exception as error:  # of many types: a lock, a function, a sparse tensor
+            stop(f"cannot compare {name}, a {type(leaf).__qualname__} ({repr(error)[:200]}): give"
+                 " tensors, NumPy arrays, numbers and texts", 1)
+    if len({*gathered(sha256(rows))}) > 1:
+        for row in itertools.zip_longest(*gathered(rows), fillvalue=("the number of values", "")):
             if len({*row}) > 1:
-                raise RuntimeError(f"the ranks differ in {row[0][0]}: {[*map(' '.join, row)]}")
-    return whole
+                found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in {*row})
+                raise RuntimeError(f"the ranks differ in {row[0][0]} ({found[:500]}): if each has"
+                                   " its own, see \"state of a rank\" in template/README.md")
+    return sha256([(name, digest) for name, _, digest in rows])
+
+
+def checksum(leaf):
+    """Return the type and the sha256 of what it holds: no address counts, and no set's order."""
+    kind, array = type(leaf).__qualname__, leaf
+    if torch.is_tensor(leaf):
+        array = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(array, numpy.ndarray) and not array.dtype.hasobject:
+        return f"{leaf.dtype} {[*leaf.shape]}", sha256(array.tobytes())
+    if leaf is None or isinstance(leaf, int | float | complex | str | bytes | type | dict | list | tuple):
+        return kind, sha256(repr(leaf).encode())
+    if isinstance(leaf, set | frozenset):
+        return kind, sha256(sorted(map(checksum, leaf)))
+    held = leaf.__reduce_ex__(2)  # what pickle would store of an object
+    held = leaves(held if isinstance(held, str) else held[1:])
+    return kind, sha256([(name, *checksum(its)) for name, its in held])
+
+
+def sha256(value):
+    content = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def leaves(value, name=""):
     """Yield (name, leaf) for all that is in nested dicts, lists and tuples."""
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, f"{name}.{key}" if name else str(key))
     else:
         yield name, value
 
 
-def leave_on_sigterm(timeout):
+def leave_on_sigterm(ctrl_c=False):
     """Return a function, asked_to_leave, that says whether any rank got SIGTERM, on all alike.
 
-    timeout: seconds, as in start. Call this before the first step; then asked_to_leave() in each,
-    on all ranks. If it is true, save and return. torchrun sends SIGTERM when it is stopped, a
-    machine joins, or a rank failed. Without this, the steps since the last save are lost.
+    ctrl_c: obey Ctrl-C, too. Call this before the first step; then asked_to_leave() in each, on all
+    ranks. If it is true, save and return. On a GPU it answers for the step before, so that nobody
+    waits for the GPU. torchrun sends SIGTERM when it is stopped, a machine joins, or a rank failed.
+    Without this, the steps since the last save are lost.
     """
-    asked, grace = threading.Event(), int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    signal.signal(signal.SIGTERM,  # a second one, inside set(), would wait for its lock for ever
-                  lambda *_: (signal.signal(signal.SIGTERM, signal.SIG_IGN), asked.set()))
-    # Python runs that line only between two of its instructions: not while a collective waits for
+    asked, signals = threading.Event(), {signal.SIGTERM, *[signal.SIGINT] * ctrl_c}
+
+    def obey(number, _):
+        signal.signal(number, signal.SIG_IGN)  # a second one, inside set(), would wait for its lock
+        asked.set()
+    for each in signals:
+        signal.signal(each, obey)
+    # Python runs obey only between two of its instructions: not while a collective waits for
     # a dead rank. The byte that the signal leaves in this pipe comes at once: such a rank ends
     # itself, after 20 s (it may wait for a slow save), and before torchrun kills.
     reader, writer = os.pipe()
@@ -449,19 +532,31 @@ def leave_on_sigterm(timeout):
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a process has only one
 
     def watch():
-        while signal.SIGTERM not in os.read(reader, 1):
+        while os.read(reader, 1)[0] not in signals:
             pass
-        if not asked.wait(max(grace - 10, grace / 2)):
+        SIGTERM_CAME.set()
+        if not asked.wait(max(GRACE - 10, GRACE / 2)):
             os._exit(128 + signal.SIGTERM)
 
     # A forked process has this pipe, too, and its terminate() would end this one.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     threading.Thread(target=watch, daemon=True).start()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    answers = []  # on their way from the GPU
 
     def asked_to_leave():
-        dist.all_reduce(flag := torch.tensor(int(asked.is_set())), group=group)
-        return flag.item() > 0
+        flag = torch.full((1,), int(asked.is_set()), device=device)  # (torch.tensor would wait)
+        dist.all_reduce(flag)  # in the group that is there: a new one has N x N connections
+        if device == "cpu":
+            return flag.item() > 0
+        answers.append((torch.zeros_like(flag, device="cpu").pin_memory(), torch.Event(device)))
+        answers[-1][0].copy_(flag, non_blocking=True)
+        answers[-1][1].record()
+        if len(answers) == 1:
+            return False
+        answer, arrived = answers.pop(0)
+        arrived.synchronize()
+        return answer.item() > 0
     return asked_to_leave
 
 
@@ -473,7 +568,7 @@ def obey_rank(worker):
     """
     if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the steps there
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     rank = multiprocessing.parent_process().pid
 
     def watch():

@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import functools
 import math
-import os
 import time
 from pydoc_data.topics import topics
 
@@ -69,8 +68,7 @@ def train(device, args):
         args.total_steps, validate_every = args.epochs * epoch_steps, epoch_steps
     log(f"data: {count} + {len(validation_set)} {source}; {epoch_steps} steps an epoch")
     log(f"batch size {args.batch_size}: {world_size} ranks x {args.accumulate} micro-batches")
-    few = [(0, i * (count - 1) // 9, i * (count - 1) // 9) for i in range(10)]
-    samples = [*loader_of(train_set, [few[:2], few[2:]])]
+    samples = some_batches(train_set)
     survive.compare(training_data=samples)  # each machine reads its own disk
 
     # Step 4: build the model, go on from the newest snapshot, and wrap the model.
@@ -86,26 +84,26 @@ def train(device, args):
     snapshot = survive.Snapshot(
         args.snapshot_path, f"{args.batch_size} of {count} examples, seed {SEED}",
         model=model, averaged=averaged, optimizer=optimizer, scheduler=scheduler)
-    # All else that changes, as plain numbers or tensors. due: the step is to be validated. losses:
-    # their sum since the last validation, and how many. rows: of the log.
-    now = snapshot.load(step=0, due=False, losses=[0.0, 0.0], best={"step": 0}, rows=[])
+    # All else that changes, as plain numbers or tensors. due: the step is to be validated. loss_sum:
+    # of the steps since the last validation. rows: of the log.
+    now = snapshot.load(step=0, due=False, loss_sum=0.0, best={"step": 0}, rows=[])
     step, due, best, rows = now["step"], now["due"], now["best"], now["rows"]
-    losses = torch.tensor(now["losses"], dtype=torch.float64, device=device)
+    loss_sum = torch.tensor(now["loss_sum"], dtype=torch.float64, device=device)
     model = DDP(model, gradient_as_bucket_view=True)  # backward() then averages the gradients
     with survive.settled(model):  # all that this pass changes is put back
-        mean_loss(model, samples[0][0], 0).backward()
+        mean_loss(model, samples[0], 0).backward()
 
     # Step 5: train.
-    asked_to_leave = survive.leave_on_sigterm(args.timeout)
-    lists = share_of_steps(range(step, args.total_steps), count, args)
-    micro_batches = iter(loader_of(train_set, lists))
-    name = os.path.splitext(args.snapshot_path)[0]  # for the files beside the snapshot
+    asked_to_leave = survive.leave_on_sigterm()
+    asked_for = share_of_steps(range(step, args.total_steps), count, args)
+    loader = iter(loader_of(train_set, asked_for))
+    name = args.snapshot_path.removesuffix(".pt")  # for the files beside the snapshot
     clock, reported = time.perf_counter(), step
     if step >= args.total_steps:
         log("nothing left to train: ask for more steps, or delete the snapshot on every machine")
     while True:
-        # Validate after the last step's snapshot: it may take longer than SIGTERM grants. A run
-        # that goes on from that snapshot begins here.
+        # A validation may take longer than SIGTERM grants. So it comes after the snapshot, and a
+        # run that goes on from that snapshot begins with it.
         if due:
             survive.same_buffers(averaged, model)
             metrics = validate(averaged.module, validation_set)  # the same on all ranks
@@ -114,8 +112,8 @@ def train(device, args):
                 if snapshot.writer:
                     weights = averaged.module.state_dict()
                     survive.save({"model": weights, **best}, f"{name}_best.pt")
-            mean = (losses[0] / losses[1]).item()
-            losses.zero_()
+            mean = loss_sum.item() / (step - (rows[-1]["step"] if rows else 0))
+            loss_sum.zero_()
             rows.append({"step": step, "training_loss": mean, **metrics})
             if snapshot.writer:
                 write_log(rows, f"{name}.csv")
@@ -129,12 +127,12 @@ def train(device, args):
             break
 
         step += 1
-        batch = [next(micro_batches) for _ in range(args.accumulate)]
+        micro_batches = [next(loader) for _ in range(args.accumulate)]
         survive.seed(SEED, step, rank)  # other dropout masks in each step and on each rank
         model.train()  # in case you validate this model, and not its average
-        loss = add_up_gradients(model, batch, step, args)
+        loss = add_up_gradients(model, micro_batches, step, args)
         dist.all_reduce(loss)  # the sum over the ranks: what is saved must be alike on all
-        losses += torch.stack([loss, torch.ones_like(loss)])
+        loss_sum += loss
         # Alike on all ranks. An inf or nan must not reach the weights: recipes/clip_and_scale.py.
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=True)
         rate = optimizer.param_groups[0]["lr"]
@@ -152,7 +150,7 @@ def train(device, args):
         due = step % validate_every == 0 or step == args.total_steps
         leaving = asked_to_leave() and step < args.total_steps  # has any rank got SIGTERM?
         if due or leaving or step % args.save_every == 0:
-            snapshot.save(step=step, due=due, losses=losses.tolist(), best=best, rows=rows)
+            snapshot.save(step=step, due=due, loss_sum=loss_sum.item(), best=best, rows=rows)
             log(f"step {step:4d}/{args.total_steps} | saved in {args.snapshot_path}")
         if leaving:
             log(f"leaving (SIGTERM) after step {step}")
@@ -184,7 +182,7 @@ def mean_loss(model, batch, step):
     averages what its forward has seen. A mean over tokens, class weights, Dice: see README.md.
     """
     device = next(model.parameters()).device
-    [windows] = [part.to(device) for part in batch]
+    windows = batch[0].to(device)
     # What all ranks must draw alike, a mixup's share, say, follows from the step alone:
     # share = numpy.random.default_rng(step).beta(0.2, 0.2) if model.training else 1.0
     # In bfloat16: with torch.autocast(device.type, torch.bfloat16): around the next line.
@@ -252,13 +250,24 @@ class SeededItems(Dataset):
         return self.dataset[item]
 
 
+def with_size(items):
+    return default_collate(items), len(items)  # or your collate_fn
+
+
 def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
     # fork: other ways to start import torch anew in each worker. timeout: a batch may get lost.
     return DataLoader(
         SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=120 * bool(WORKERS),
-        collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn
-        worker_init_fn=survive.obey_rank, multiprocessing_context="fork" if WORKERS else None)
+        collate_fn=with_size, worker_init_fn=survive.obey_rank,
+        multiprocessing_context="fork" if WORKERS else None)
+
+
+def some_batches(dataset):
+    """Return ten items from all over the set, as two batches: of 2, and of 8."""
+    places = [i * (len(dataset) - 1) // 9 for i in range(10)]
+    items = [(0, place, place) for place in places]
+    return [batch for batch, _ in loader_of(dataset, [items[:2], items[2:]])]
 
 
 class GPT(nn.Module):
@@ -293,7 +302,8 @@ def warm_up_and_cosine(steps_done, total_steps):
 
 def write_log(rows, path):
     """Write all rows anew: they are in the snapshot, so that no row is lost or stands twice."""
-    table = [rows[0].keys(), *(row.values() for row in rows)]
+    columns = list(dict.fromkeys(name for row in rows for name in row))  # a metric may be new
+    table = [columns, *([row.get(name, "") for name in columns] for row in rows)]
     survive.save("".join(",".join(map(str, row)) + "\n" for row in table).encode(), path)
 
 
@@ -310,9 +320,13 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=600, help="wait for others, in seconds")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    numbers = vars(args) | {"local_rank": None, "snapshot_path": None}
-    if wrong := [name for name, value in numbers.items() if value is not None and value < 1]:
+    numbers = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+    wrong = [name for name, value in numbers.items() if value < 1 and name != "local_rank"]
+    if wrong:
         survive.stop(f"{', '.join(wrong)} must be 1 or more")
+    # So no two jobs share NAME_best.pt and NAME.csv, and the lock of NAME.pt is theirs, too.
+    if not args.snapshot_path.endswith(".pt") or args.snapshot_path.endswith("_best.pt"):
+        survive.stop(f"--snapshot-path {args.snapshot_path} must end in .pt, and not in _best.pt")
     return args
 
 

@@ -158,7 +158,7 @@ import torch.distributed as dist
 os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "11"  # seconds
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-asked_to_leave = runpy.run_path(sys.argv[1])["leave_on_sigterm"](60)
+asked_to_leave = runpy.run_path(sys.argv[1])["leave_on_sigterm"]()
 assert not asked_to_leave()
 """
 IN_PYTHON = """

@@ -70,7 +70,7 @@ def train(device):
     survive.compare(data=first)
     with survive.settled(ddp):
         mean_loss(ddp, first, device).backward()
-    asked_to_leave = survive.leave_on_sigterm(600)
+    asked_to_leave = survive.leave_on_sigterm()
     for batch in loader_of(train_set, shares(train_set, range(step, EPOCHS * epoch_steps))):
         step += 1
         survive.seed(0, step, dist.get_rank())

@@ -24,30 +24,20 @@ import uuid
 import zipfile
 from datetime import timedelta
 
-PARENT = os.getppid()  # torchrun, or a program that it has started; asked now: torch takes seconds
-SIGTERM_CAME = threading.Event()
+PARENT, ABOVE = os.getppid(), []  # now: importing torch takes seconds, and torchrun may end
 GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # seconds; then torchrun kills
+SIGTERM_CAME = threading.Event()
 SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all attempts
 WRITTEN_BY = "archive/written_by"  # an entry of the zip file that torch.save writes
 NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
 
-
-
-def find_torchrun():
-    """Return handles of torchrun and of what it has started above PARENT: [] if it is PARENT.
-
-    A shell without exec, say, is a PARENT that torchrun has given its variables.
-    """
-    pid, handles = PARENT, []
-    with contextlib.suppress(OSError, AttributeError):  # a Mac, or a process of another user
-        while b"TORCHELASTIC_RUN_ID=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-            pid = int(stat.rpartition(")")[2].split()[1])  # its parent
-            handles.append(os.pidfd_open(pid))
-    return handles
-
-
-ABOVE = find_torchrun()
+# PARENT is torchrun, or a program between torchrun and python (a shell without exec, nsys), which
+# has torchrun's variables. Then ABOVE has handles of what is above it, torchrun's the last.
+with contextlib.suppress(OSError, AttributeError):  # a Mac, or a process of another user
+    pid = PARENT
+    while b"TORCHELASTIC_RUN_ID=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
+        pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        ABOVE.append(os.pidfd_open(pid))
 
 import numpy
 import torch
@@ -66,7 +56,6 @@ def start(timeout=600):
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=end_with_torchrun, daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -106,7 +95,7 @@ def start(timeout=600):
         ranks = [f"rank {number} ({mine})" for number, (its, mine) in places if its == name]
         log(f"attempt {attempt}, {backend}: {name} has {', '.join(ranks)}")
     if ABOVE:
-        log("note: torchrun has not started python itself. If it is a shell that has, write exec"
+        log("note: a program stands between torchrun and python. In a shell script, write exec"
             " before python: else SIGTERM ends the shell, and torchrun waits for no save")
     if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
         log(f"note: a restart, or a machine that joins, will fail: set {NEW_STORES}")
@@ -182,22 +171,23 @@ def explain(error):
 
 def name_the_stopped(error, store):
     """After a timeout (of Gloo: NCCL's ends the process itself), print which ranks have stopped."""
-    rank, world_size, absent = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), []
+    rank, world_size, said = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), str(error).lower()
+    whom = ["a store that does not answer: rank 0, or its machine, has stopped"]
 
-    def ask():  # in a thread, as set and check have no limit of their own
+    def ask():  # in a thread, as these calls have no limit of their own
         with contextlib.suppress(dist.DistError):  # the store may be gone, too
             store.set(f"rank {rank} failed", "")
+            first = store.add("failed", 1) == 1  # the others need not ask for all
             time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
-            absent.extend(r for r in range(world_size) if not store.check([f"rank {r} failed"]))
+            ranks = range(world_size) if first else []
+            absent = [str(r) for r in ranks if not store.check([f"rank {r} failed"])]
+            whom[0] = f"rank {', '.join(absent) or '?'}: it has stopped, or waits elsewhere"
 
-    asking, said = threading.Thread(target=ask, daemon=True), str(error).lower()
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(10)
     if ("timed out" in said or "timeout" in said) and "dataloader" not in said:  # its own worker
-        whom = f"rank {', '.join(map(str, absent)) or '?'}: it has stopped, or waits elsewhere"
-        if asking.is_alive():
-            whom = "a store that does not answer: rank 0, or its machine, has stopped"
-        print(f"[rank {rank}/{world_size}] waited in vain for {whom}\n", end="", flush=True)
+        print(f"[rank {rank}/{world_size}] waited in vain for {whom[0]}\n", end="", flush=True)
 
 
 def gathered(value):
@@ -264,7 +254,7 @@ class Snapshot:
 
     def __init__(self, path, plan, **parts):
         self.path, self.plan, self.parts = path, plan, parts
-        self.writer = claim(os.path.realpath(path))
+        self.writer = claim(os.path.realpath(path) if os.path.islink(path) else path)
         self.known = ""  # what the file says who wrote it
         self.job = self.attempt = gathered(uuid.uuid4().hex)[0]
 
@@ -349,7 +339,7 @@ def save(state, path, written_by=""):
     Snapshot's. It stops (status 1) if state cannot be written, or could not be loaded again.
     """
     # In the same folder: a move, not a copy. By machine: two halves of a job may write on one disk.
-    target = os.path.realpath(path)  # if path is a symbolic link, it stays one
+    target = os.path.realpath(path) if os.path.islink(path) else path  # so a link stays one
     temporary = f"{target}.{socket.gethostname()}.tmp"
     try:
         with open(temporary, "w+b") as file:
@@ -384,15 +374,14 @@ def writer_of(path):
 def claim(path):
     """Return whether this rank is the one that writes path on its disk; it has the lock, then."""
     mark, mine = f"{path}.{gathered(uuid.uuid4().hex)[0]}.tmp", False
-    for turn in dist.get_rank() == 0, dist.get_rank() != 0:  # rank 0 comes first
+    for turn in 0, 1:  # rank 0 comes first. Of all that share a disk, one can make the file
         try:
-            if turn:
-                open(mark, "x").close()  # of all ranks that share a disk, one can make it
+            if turn == min(dist.get_rank(), 1):
+                open(mark, "x").close()
                 mine = True
-        except FileExistsError:
-            pass
         except OSError as error:
-            stop(f"cannot write {path} ({error.strerror}): choose another path")
+            if not isinstance(error, FileExistsError):
+                stop(f"cannot write {path} ({error.strerror}): choose another path")
         dist.barrier()
     if mine:
         os.remove(mark)
@@ -429,7 +418,7 @@ def settled(*models):
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
-            stop(f"the first forward has changed the model ({str(error)[-200:]}), so no snapshot"
+            stop(f"the first forward has changed the model ({repr(error)[-200:]}), so no snapshot"
                  " could be loaded: make all buffers in __init__, or with persistent=False", 1)
         model.zero_grad()
 
@@ -461,9 +450,8 @@ def compare(**parts):
     call it. Without it, machines may train on different data, and replicas drift unseen (if layers
     are unfrozen after DDP(), say): each restart hides it by one rank's file.
     """
-    states = {name: its.state_dict() if hasattr(its, "state_dict") else its
-              for name, its in parts.items()}
-    rows = []
+    states, rows = {name: its.state_dict() if hasattr(its, "state_dict") else its
+                    for name, its in parts.items()}, []
     for name, leaf in leaves(states):
         try:
             rows.append((name, *checksum(leaf)))
@@ -486,10 +474,11 @@ def checksum(leaf):
         array = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(array, numpy.ndarray) and not array.dtype.hasobject:
         return f"{leaf.dtype} {[*leaf.shape]}", sha256(array.tobytes())
-    if leaf is None or isinstance(leaf, int | float | complex | str | bytes | type | dict | list | tuple):
-        return kind, sha256(repr(leaf).encode())
     if isinstance(leaf, set | frozenset):
         return kind, sha256(sorted(map(checksum, leaf)))
+    if leaf is None or isinstance(
+            leaf, int | float | complex | str | bytes | type | dict | list | tuple):
+        return kind, sha256(repr(leaf).encode())
     held = leaf.__reduce_ex__(2)  # what pickle would store of an object
     held = leaves(held if isinstance(held, str) else held[1:])
     return kind, sha256([(name, *checksum(its)) for name, its in held])

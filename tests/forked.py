@@ -162,7 +162,7 @@ def variant(folder, script, changes):
         text = docstring + text
     path = folder / pathlib.Path(script).name
     path.write_text(text)
-    if script == "template/train.py":  # two files that are copied together
+    if str(script).startswith("template/"):  # two files that are copied together
         shutil.copy(ROOT / "template/survive.py", folder)
     return path
 

@@ -133,9 +133,9 @@ def check(lines, shared):
         if not (m := re.match(r"\[rank 0/\d\] (.*)", line)):
             continue
         line = m[1]
-        if re.match(r"machine |attempt \d+, gloo: rank 0 ", line):
+        if re.match(r"machine |attempt \d+, gloo: \w+ has rank 0 ", line):
             members = []
-        if m := re.match(r"(?:attempt .*: rank \d is on )?(node\d)\b.* cpu", line):
+        if m := re.match(r"(?:attempt .*: )?(node\d)\b.*[ (]cpu", line):
             members.append("all" if shared else m[1])
         if re.match(r"(data: )?\d+ \+ \d+ ", line):  # the attempt begins
             done, newest = 0, max(on_disk.get(node, 0) for node in members)

@@ -5,11 +5,14 @@ second job), test_lab.py (machines that are apart), test_slurm.py, test_kill_tes
 """
 
 import argparse
+import copy
+import datetime
 import functools
 import importlib
 import itertools
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import shutil
@@ -57,7 +60,7 @@ from torch.optim import optimizer
 SCRIPT = "template/train.py"
 # 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
 SMALL = ("--batch-size", 13)
-NO_WORKERS = "WORKERS = 0\n"  # quicker
+NO_WORKERS = "import os\nWORKERS = 0\n"  # quicker
 # So that each validation is worse than the last, and each step is reported.
 WORSE = "LEARNING_RATE, REPORT_EVERY = 9.0, 1\n"
 STILL = "LEARNING_RATE = 0.0\n"  # no validation is better than the first
@@ -118,7 +121,7 @@ def resumed(result):
 def assert_same_state(folder, other):
     mine, its = load(folder), load(other)
     assert all(torch.equal(*pair) for pair in zip(tensors(mine), tensors(its), strict=True))
-    plain = ("step", "due", "losses", "best", "rows", "plan", "scheduler")
+    plain = ("step", "due", "loss_sum", "best", "rows", "plan", "scheduler")
     assert all(mine[key] == its[key] for key in plain)
     return mine
 
@@ -344,12 +347,15 @@ def six_cores(**variables):
     os.environ |= variables
 
 
-@pytest.mark.parametrize(("variables", "nodes", "said"), [
-    ({}, 1, "lo 3 True"), ({}, 2, "None 6 True"), ({"OMP_NUM_THREADS": "5"}, 1, "lo 5 True")])
-def test_what_a_process_sets_up(tmp_path, variables, nodes, said):
-    """On one machine, it listens on the loopback alone. Its threads: a share, or what you say."""
+@pytest.mark.parametrize(("variables", "nodes", "ranks", "said"), [
+    ({}, 1, 2, "lo 3 True"), ({}, 2, 2, "None 6 True"), ({}, 1, 1, "lo 6 True"),
+    ({"OMP_NUM_THREADS": "5"}, 1, 2, "lo 5 True"), ({"OMP_NUM_THREADS": "1"}, 1, 2, "lo 3 True"),
+    ({"OMP_NUM_THREADS": "1"}, 1, 1, "lo 1 True")])
+def test_what_a_process_sets_up(tmp_path, variables, nodes, ranks, said):
+    """On one machine, it listens on the loopback alone. Its threads: a share, or what you say.
+    (torchrun says 1 for several ranks.)"""
     result = train(tmp_path / "run", changes=f"import sys\n{TELL}", nodes=nodes,
-                   before=functools.partial(six_cores, **variables))
+                   world_size=ranks, before=functools.partial(six_cores, **variables))
     assert f"set: {said.replace('lo', socket.if_indextoname(1))}" in result.lines(0), result.output
 
 
@@ -386,12 +392,12 @@ OTHER_BEST = "validate = lambda *_: {'loss': float(dist.get_rank())}"
 
 @pytest.mark.parametrize(("changes", "named", "step"), [
     (DRIFTS, "model.head.1.bias", 1), (OTHER_BEST, "best.loss", 1),
-    (OTHER_SET.format(" + dist.get_rank()"), "training_data.0.0.0", None),
+    (OTHER_SET.format(" + dist.get_rank()"), "training_data.0.0", None),
 ], ids=["weights", "numbers", "data"])
 def test_what_differs_between_the_ranks_is_named_and_not_saved(tmp_path, changes, named, step):
     """Weights that drift, other numbers beside them, another disk."""
     result = train(tmp_path / "run", 4, 1, *SMALL, changes=changes, status=1)
-    assert f"the ranks differ in {named}: [" in result.output
+    assert f"the ranks differ in {named} (rank " in result.output
     assert [load(tmp_path / "run")["step"]] == [step] if step else files(tmp_path / "run") == []
 
 
@@ -401,11 +407,94 @@ def test_a_checksum_sees_each_bit_and_each_name(alone, survive, monkeypatch):
     other[5000] += 1e-7
     assert survive.compare(x=one) == survive.compare(x=one.clone()) != survive.compare(x=other)
     # Layers in another order, as of a set of texts, whose order is each process's own.
-    rows = [[("of.a", "1"), ("of.b", "1")], [("of.b", "1"), ("of.a", "1")]]
+    rows = [[("of.a", "", "1"), ("of.b", "", "1")], [("of.b", "", "1"), ("of.a", "", "1")]]
     answers = iter([["one", "two"], rows])
     monkeypatch.setattr(survive, "gathered", lambda _: next(answers))
-    with pytest.raises(RuntimeError, match=r"the ranks differ in of.a: \['of.a 1', 'of.b 1'\]"):
+    with pytest.raises(RuntimeError, match="the ranks differ in of.a .*of.b  1"):
         survive.compare()
+
+
+class Batch:
+    def __init__(self, held):
+        self.held = held
+
+
+def test_equal_data_compare_equal_and_no_others(alone, survive, monkeypatch, capsys):
+    """By what arrays and objects hold: their texts leave values out, or have addresses."""
+    numbers, seen = numpy.arange(5000.0), []
+    monkeypatch.setattr(survive, "gathered", lambda mine: seen.append(mine) or [mine])
+    (moved := numbers.copy())[2500] += 1e-9
+    different = [
+        numbers, moved, numbers.astype("float32"), numbers.reshape(50, 100), torch.arange(5000.0),
+        torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), Batch(numbers),
+        Batch(moved), Batch(Batch("a")), Batch(Batch("b")), {0, 8}, {0, 16}, [], {}, None, False, 0,
+        "", numpy.array([1, "a"], object), numpy.array([1, "b"], object), random.Random(1),
+        random.Random(2), datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)]
+    for value in different:
+        # A set in another order: 0, 8, and 16 have the same place in it.
+        again = {*[*value][::-1]} if isinstance(value, set) else copy.deepcopy(value)
+        survive.compare(x=value), survive.compare(x=again)
+        assert seen[-1] == seen[-2], value
+    assert len({*seen}) == len(different)
+    for value in threading.Lock(), torch.zeros(2).to_sparse(), lambda: None:
+        line = refusal(capsys, 1, survive.compare, x=[value])
+        assert f"cannot compare x.0, a {type(value).__qualname__} (" in line
+
+
+class Lazy(nn.Linear):
+    def forward(self, x):
+        self.register_buffer("future", torch.zeros(3))
+        return super().forward(x)
+
+
+def test_a_buffer_that_the_first_forward_makes_is_named(survive, capsys):
+    def settle(model):
+        with survive.settled(model):
+            model(torch.zeros(2, 2)).sum().backward()
+
+    line = refusal(capsys, 1, settle, Lazy(2, 2))
+    assert '"future"' in line and "make all buffers in __init__, or with persistent=False" in line
+
+
+def test_a_link_to_a_snapshot_stays_one(tmp_path, survive, alone):
+    """Also if there is nothing at its end yet; the lock is there, too, for all who come by a link."""
+    (tmp_path / "big").mkdir()
+    link = tmp_path / "snapshot.pt"
+    link.symlink_to("big/train.pt")
+    snapshot = survive.Snapshot(str(link), "", model=nn.Linear(2, 2))
+    for step in 1, 2:
+        snapshot.save(step=step)
+        assert link.is_symlink() and load(tmp_path)["step"] == step
+    assert "snapshot.pt" in files(tmp_path) and files(tmp_path / "big") == ["train.pt"]
+    assert [*(tmp_path / "big").glob("train.pt.*.lock")] and not [*tmp_path.glob("*.lock")]
+
+
+def test_a_metric_that_is_new_has_a_column_of_its_own(tmp_path, names):
+    """So has one that takes another's place."""
+    rows = [{"step": 1, "loss": 3.5}, {"step": 2, "perplexity": 36.0, "loss": 3.0}, {"step": 3, "f1": 0.5}]
+    names["write_log"](rows, tmp_path / "log.csv")
+    assert (tmp_path / "log.csv").read_text() == (
+        "step,loss,perplexity,f1\n1,3.5,,\n2,3.0,36.0,\n3,,,0.5\n")
+
+
+def test_a_plateau_is_a_part(tmp_path, survive, alone):
+    """ReduceLROnPlateau: what it has counted, and the rate that it has set, go on."""
+    def new():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 1.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        parts = {"optimizer": optimizer, "plateau": plateau}
+        return survive.Snapshot(str(tmp_path / "a.pt"), "", **parts), optimizer, plateau
+
+    snapshot, optimizer, plateau = new()
+    for loss in 3.0, 4.0, 4.0, 4.0:
+        plateau.step(loss)
+    snapshot.save(step=4)
+    again, its_optimizer, its = new()
+    again.load()
+    for each in plateau, its:
+        each.step(4.0)
+    rates = [each.param_groups[0]["lr"] for each in (optimizer, its_optimizer)]
+    assert rates == pytest.approx([0.01, 0.01]) and its.state_dict() == plateau.state_dict()
 
 
 # ---- Snapshots and calls that cannot work ----
@@ -467,7 +556,8 @@ BATCH = "--batch-size must be from 4 (an example for each rank in each micro-bat
      "total_steps, save_every, epochs, patience, accumulate, timeout must be 1 or more", 2),
     ("--accumulate two", "invalid int value: 'two'", 2),
     ("--snapshot-path no/such.pt", "cannot write no/such.pt", 2),
-    ("--snapshot-path .", "cannot continue from . (IsADirectoryError", 1),
+    ("--snapshot-path lr0.1", "lr0.1 must end in .pt, and not in _best.pt", 2),
+    ("--snapshot-path run_best.pt", "must end in .pt, and not in _best.pt", 2),
 ])
 def test_wrong_calls_end_in_one_line(tmp_path, words, message, status):
     ranks = 2 if status == 2 else 1  # the other rank would show how it has lost that one
@@ -519,7 +609,7 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, one_machin
     written = re.findall(r"(rank \d)/2\] writes snapshot.pt", result.output)
     assert written == ["rank 0"] * 3 and files(tmp_path / "run") == KEPT
     who = [re.sub(r"pid \d+", "pid", line) for line in result.lines(0)[:2]]
-    assert who == [f"attempt 0, gloo: rank {rank} is on node{1 + rank}, local rank 0, cpu, pid"
+    assert who == [f"attempt 0, gloo: node{1 + rank} has rank {rank} (cpu, pid)"
                    for rank in (0, 1)]  # fmt: skip
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in result.lines(0)[2]
     assert_same_state(tmp_path / "run", one_machine[1])
@@ -583,6 +673,73 @@ def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path):
     assert load(folder)["step"] == 2
 
 
+# ---- What a start, a step and a save cost ----
+
+COUNT = """
+import survive, torch
+from torch import distributed as dist
+survive.start()
+snapshot = survive.Snapshot("snapshot.pt", "", model=torch.nn.Linear(2, 1))
+snapshot.load(step=0)
+asked_to_leave = survive.leave_on_sigterm()
+for step in 1, 2:
+    dist.all_reduce(torch.ones(3))
+    asked_to_leave()
+    snapshot.save(step=step)
+survive.log(f"cost {dist.costs()}", every_rank=True)
+dist.barrier()
+survive.leave(True)
+"""
+
+
+def count_costs():
+    """Called in a child: how many requests to the store (ours, Gloo's), files and sockets it had."""
+    requests, files, kept, new_store, stat = [], [], [], dist.TCPStore, os.stat
+
+    class Counting(dist.Store):
+        def __init__(self, *args, **options):
+            super().__init__()
+            self.store = new_store(*args, **options)
+            kept.append(self)  # PrefixStore keeps torch's part of it alone
+
+    def counting(name):
+        return lambda self, key, *args: (
+            requests.append(str(key)), getattr(self.store, name)(key, *args))[1]
+
+    def costs():
+        ours = sum("/rank " in key or "/missing" in key for key in requests)
+        sockets = sum("socket:" in os.readlink(link) for link in map(
+            "/proc/self/fd/{}".format, os.listdir("/proc/self/fd")) if os.path.islink(link))
+        return ours, len(requests) - ours, sum("snapshot.pt" in path for path in files), sockets
+
+    for name in "set", "get", "wait", "check", "add":
+        setattr(Counting, name, counting(name))
+    dist.TCPStore, dist.costs = Counting, costs
+    os.stat = lambda path, *args, **options: files.append(str(path)) or stat(path, *args, **options)
+    sys.addaudithook(lambda event, args: event in ("open", "os.remove", "os.rename", "os.listdir")
+                     and files.append(str(args[0])))
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as start sets it for more than 64 ranks
+
+
+def test_a_start_a_save_and_a_step_cost_a_rank_no_more_where_there_are_more(tmp_path):
+    """But rank 0, which asks for all and prints who they are; and Gloo's connections to a few."""
+    (tmp_path / "count.py").write_text(COUNT)
+    shutil.copy(ROOT / "template/survive.py", tmp_path)
+    for doubled, world_size in enumerate((4, 8, 16)):
+        result = fork_ranks(
+            tmp_path / "count.py", cwd=tmp_path, world_size=world_size, before=count_costs)
+        assert result.status == 0, result.output
+        for rank in range(1, world_size):
+            [line] = result.lines(rank)
+            ours, of_gloo, files, sockets = map(int, re.findall(r"\d+", line))
+            assert ours <= 4 and files <= 1 and sockets <= 5 + 2 * doubled, line
+            assert of_gloo <= 7 + 4 * doubled, line  # lazily: to log2(N) ranks
+        [*_, line] = result.lines(0)
+        assert int(re.search(r"\d+", line)[0]) <= 3  # one of them for all keys
+        assert len(result.lines(0)) == 2  # a machine has one line
+        (tmp_path / "snapshot.pt").unlink()
+
+
 # ---- Without torchrun: four variables are all that a process needs to find the others ----
 
 
@@ -643,7 +800,8 @@ def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
         line = survive.explain(OSError(f"remote=[{address}]"))
         assert cause in line and line.endswith(f"(OSError('remote=[{address}]'))")
-    keys, threads, store = set(), [], types.SimpleNamespace(check=lambda asked: {*asked} <= keys)
+    keys, threads, store = set(), [], types.SimpleNamespace(
+        check=lambda asked: {*asked} <= keys, add=lambda *_: 1)
     store.set = lambda key, _: (keys.add(key), threads.append(threading.current_thread().daemon))
     monkeypatch.setattr(time, "sleep", lambda _: keys.add("rank 2 failed"))
     for error in "Timed out", "DataLoader timed out after 120 seconds":  # the latter blames nobody
@@ -665,13 +823,47 @@ def test_bad_starts_end_in_one_line(tmp_path):
 # ---- README.md ----
 
 BEFORE, AFTER = "template/example/before.py", "template/example/after.py"
+MANY, LEAST = "docs/many_processes.py", "template/least.py"
 
 
-def test_the_diff_leads_from_one_script_to_the_other():
-    command = ["git", "diff", "--no-index", "-U1", ROOT / BEFORE, ROOT / AFTER]
+@pytest.mark.parametrize(("one", "other", "lines", "name"), [
+    (MANY, LEAST, "-U0", "the least"),
+    (BEFORE, AFTER, "-U1", "from an ordinary script to one that survives")])
+def test_the_diff_leads_from_one_script_to_the_other(one, other, lines, name):
+    command = ["git", "diff", "--no-index", lines, ROOT / one, ROOT / other]
     diff = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    block = shown.block("from an ordinary script to one that survives")
+    diff = re.sub("^(@@ .* @@).*", r"\1", diff, flags=re.MULTILINE)
+    block = shown.block(name)
     assert block.startswith("@@ ") and block in diff and diff.endswith(block)
+
+
+# The job is lost after the save of that step, before it says so.
+LOST_AFTER = """
+import os
+survive.Snapshot.save = lambda self, old=survive.Snapshot.save, **state: (
+    old(self, **state), state["step"] == {} and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    and os._exit(1))
+"""
+
+
+@pytest.mark.parametrize(("script", "step", "ranks"), [
+    (LEAST, 2, (3, 3)), ("template/example/columns.py", 60, (3, 3)),
+    ("template/example/columns.py", 60, (2, 3))])
+def test_the_least_and_a_state_of_each_rank_go_on(tmp_path, script, step, ranks):
+    """With the same bits; on another number of ranks, up to rounding."""
+    states, few = [], "EPOCHS = 2" if "columns" in script else ""
+    for changes, counts in (few, ranks[:1]), (few + LOST_AFTER.format(step), ranks):
+        folder = tmp_path / str(len(states))
+        folder.mkdir()
+        path = variant(folder, script, changes)
+        for count in counts:
+            result = fork_ranks(path, cwd=folder, world_size=count)
+        assert result.status == 0, result.output
+        assert resumed(result) == [step] * (len(counts) - 1)
+        [file] = folder.glob("*.pt")
+        states.append(tensors(torch.load(file)))
+    apart = max((mine - its).abs().max() for mine, its in zip(*states, strict=True))
+    assert len(states[0]) > 4 and apart <= 1e-3 * (ranks != (3, 3)), apart
 
 
 @pytest.mark.long
@@ -744,7 +936,15 @@ def test_a_stream_goes_on_after_any_number_of_batches():
         assert [batch for batch in merged if batch] == [[1, place] for place in range(done, 9)]
 
 
-# The rank says when it is in the middle of importing torch.
+# As torchrun does it: the rank leads a session of its own, and SIGTERM goes to all that is in it.
+LAUNCH = """
+import os, signal, subprocess, sys
+child = subprocess.Popen(
+    sys.argv[1:], start_new_session=True, env={**os.environ, "TORCHELASTIC_RUN_ID": "test"})
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(child.pid, signal.SIGTERM))
+child.wait()
+"""
+# The rank says when it is in the middle of importing torch. Its step takes 2 seconds.
 RANK = """
 import sys, time
 class Finder:
@@ -754,23 +954,30 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 import survive
 survive.start()
+asked_to_leave = survive.leave_on_sigterm()
 print("has started", flush=True)
-time.sleep(600)
+while not asked_to_leave():
+    time.sleep(2)
+print("has saved", flush=True)
 """
 
 
-@pytest.mark.parametrize("moment", [
-    "imports it", pytest.param("has started", marks=pytest.mark.long)])
-def test_a_rank_ends_with_its_torchrun(moment):
-    """Also if torchrun is killed by SIGKILL, and can tell nobody."""
-    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"
+@pytest.mark.parametrize(("shell", "moment", "kill"), [
+    ([], "imports it", signal.SIGKILL),
+    pytest.param([], "has started", signal.SIGKILL, marks=pytest.mark.long),
+    (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGKILL),
+    (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGTERM)])
+def test_a_rank_ends_with_its_torchrun(shell, moment, kill):
+    """Also if torchrun is killed by SIGKILL, and can tell nobody; also behind a shell. A SIGTERM
+    ends the shell, and with it torchrun, before the rank has saved."""
     with free_port() as port:
-        job = start(PYTHON, "-c", torchrun, cwd=ROOT / "template", env={
-            "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "test"})
+        job = start(PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template", env={
+            "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
         try:
-            read_until(job, moment)
-            job.kill()
+            output = read_until(job, moment)
+            assert ("write exec before python" in output) == bool(shell)
+            job.send_signal(kill)
             wait_until(lambda: not family(job), "the rank ends")
+            assert ("has saved" in job.stdout.read()) == (kill == signal.SIGTERM)
         finally:
             end(job)

@@ -1,0 +1,52 @@
+"""Many train it, and may be killed: torchrun --standalone --nproc-per-node=2 template/least.py"""
+
+import survive
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    # Steps 1 and 2: start, and meet. Each process gets a GPU of its own, or the CPU.
+    device = survive.start()
+
+    survive.seed(0)
+    inputs = torch.randn(1024, 10)
+    dataset = TensorDataset(inputs, inputs.norm(dim=1, keepdim=True))  # your data
+    # Step 3: share the data. A step takes the same 64 examples, 64 / N on each process.
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
+
+    # Step 4: build the model, go on from the newest snapshot, and wrap the model.
+    model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 1))  # your model
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    snapshot = survive.Snapshot("train.pt", "batches of 64", model=model, optimizer=optimizer)
+    first = snapshot.load(step=0)["step"]
+    model = DDP(model)
+    with survive.settled(model):
+        model(inputs[:2].to(device)).sum().backward()
+
+    # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.
+    for epoch in range(first, 5):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        survive.seed(0, epoch, dist.get_rank())  # dropout, augmentation
+        loss_sum = torch.zeros((), device=device)
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            loss = nn.functional.mse_loss(model(x), y)  # your loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach() * len(x)
+        dist.all_reduce(loss_sum)  # the sum over all processes: each must call this
+        survive.log(f"epoch {epoch}: loss {loss_sum / len(dataset):.4f}")
+        snapshot.save(step=epoch + 1)
+
+
+if __name__ == "__main__":
+    main()
+    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    survive.leave(finished=True)

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main():
-    # Steps 1 and 2: start, and meet. Each process gets a GPU of its own, or the CPU.
-    device = survive.start()
+    device = survive.start()  # steps 1 and 2: who am I; meet the others
 
     survive.seed(0)
     inputs = torch.randn(1024, 10)
@@ -19,18 +18,18 @@ def main():
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
 
-    # Step 4: build the model, go on from the newest snapshot, and wrap the model.
+    # Step 4: build the model, and wrap it. backward() now averages all processes' gradients.
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 1))  # your model
     model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    snapshot = survive.Snapshot("train.pt", "batches of 64", model=model, optimizer=optimizer)
-    first = snapshot.load(step=0)["step"]
     model = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    snapshot = survive.Snapshot("train.pt", "64", model=model.module, optimizer=optimizer)
+    done = snapshot.load(step=0)["step"]  # epochs
     with survive.settled(model):
         model(inputs[:2].to(device)).sum().backward()
 
     # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.
-    for epoch in range(first, 5):
+    for epoch in range(done, 5):
         sampler.set_epoch(epoch)  # another order in each epoch
         survive.seed(0, epoch, dist.get_rank())  # dropout, augmentation
         loss_sum = torch.zeros((), device=device)

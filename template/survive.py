@@ -461,7 +461,8 @@ def compare(**parts):
     if len({*gathered(sha256(rows))}) > 1:
         for row in itertools.zip_longest(*gathered(rows), fillvalue=("the number of values", "")):
             if len({*row}) > 1:
-                found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in {*row})
+                each = dict.fromkeys(row)
+                found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in each)
                 raise RuntimeError(f"the ranks differ in {row[0][0]} ({found[:500]}): if each has"
                                    " its own, see \"state of a rank\" in template/README.md")
     return sha256([(name, digest) for name, _, digest in rows])

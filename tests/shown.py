@@ -19,7 +19,7 @@ LAUNCH = ROOT / "launch/README.md"
 PITFALLS = ROOT / "pitfalls/README.md"
 JOB = ROOT / "docs/how_a_job_starts.md"
 DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
-                              ROOT / "template/example/README.md",
+                              ROOT / "template/example/README.md", ROOT / "template/machines.md",
                               *ROOT.glob("docs/*.md")} - {README})]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
 KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"

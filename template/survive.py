@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 import zipfile
 from datetime import timedelta
 
@@ -48,11 +47,10 @@ import torch.distributed.nn  # keep this: imported later, by DDP, it would keep 
 def start(timeout=600):
     """Join the job; return this process's torch.device, a GPU of its own or the CPU.
 
-    timeout: seconds that ranks wait for each other in an exchange: more than a save takes. torchrun
-    has started it; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (and LOCAL_RANK and
-    LOCAL_WORLD_SIZE where a machine has several processes). Without start, restarted ranks look for
-    the dead at their old addresses, and stand still (pytorch issue 135712); a rank outlives its
-    torchrun, and writes on; nobody says which rank is missing. If it fails, one line says why.
+    timeout: seconds that ranks wait for each other: more than a save takes. torchrun has started
+    it; or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE. Without
+    start, restarted ranks look for the dead at old addresses, and stand still (pytorch issue
+    135712); a rank outlives torchrun; nobody says who is missing. If it fails, a line says why.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
@@ -95,8 +93,8 @@ def start(timeout=600):
         ranks = [f"rank {number} ({mine})" for number, (its, mine) in places if its == name]
         log(f"attempt {attempt}, {backend}: {name} has {', '.join(ranks)}")
     if ABOVE:
-        log("note: a program stands between torchrun and python. In a shell script, write exec"
-            " before python: else SIGTERM ends the shell, and torchrun waits for no save")
+        log("note: a program stands between torchrun and python, and a SIGTERM may end it before"
+            " a save. In a shell script, write exec before python")
     if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
         log(f"note: a restart, or a machine that joins, will fail: set {NEW_STORES}")
     return device
@@ -140,8 +138,7 @@ def roll_call(store, rank, world_size, timeout):
     """Wait for all ranks: rank 0 for each, the others for its word (N requests, not N x N)."""
     def come(keys, seconds):
         with contextlib.suppress(dist.DistStoreError):  # (check() would ask without a limit)
-            store.wait(keys, timedelta(seconds=seconds))
-            return True
+            return store.wait(keys, timedelta(seconds=seconds)) is None
 
     keys, missing = [f"rank {number}" for number in range(world_size)], "rank 0"
     store.set(keys[rank], "here")
@@ -149,7 +146,7 @@ def roll_call(store, rank, world_size, timeout):
         absent = () if come(keys, timeout) else (key for key in keys if not come([key], 1))
         missing = ", ".join(itertools.islice(absent, 10))
         store.set("missing", missing)
-    elif come(["rank 0"], timeout) and come(["missing"], timeout + 30):
+    elif come(keys[:1], timeout) and come(["missing"], timeout + 30):
         missing = store.get("missing").decode()
     if missing:
         stop(f"{missing} did not come within {timeout:g} s: look for an error above, or for a"
@@ -216,9 +213,9 @@ def stop(message, status=2):
 def seed(*numbers):
     """Seed torch (GPUs, too), numpy and random from these numbers and texts, however many.
 
-    Without it, a resumed run draws other dropout masks and augmentations than an unbroken one. With
-    it, nothing about random numbers needs saving: seed(SEED, step, rank) gives each step and rank
-    its own. A generator of your own does not follow: make it anew, from torch.randint(2**62, ()).
+    Without it, a resumed run draws other dropout masks than an unbroken one. With it, nothing about
+    random numbers needs saving: seed(SEED, step, rank) gives each step and rank its own. Make a
+    generator of your own anew, from torch.randint(2**62, ()).
     """
     value = int(hashlib.sha256(repr(numbers).encode()).hexdigest()[:16], 16)
     random.seed(value)
@@ -230,10 +227,9 @@ def my_share(order, epoch, first, batch_size, micro_batches=1):
     """Return this rank's part of one step: for each micro-batch, a list of (epoch, place, item).
 
     order: the items of the epoch, a list or an integer tensor (N,), alike on all ranks. Of these,
-    the step takes batch_size, from place first on, for all ranks together. So it has the same items
-    on any number of ranks, and a job goes on with more or fewer. (DistributedSampler would repeat
-    items then, and leave others out.) Sizes may differ by one; batch_size must be at least ranks x
-    micro_batches.
+    the step takes batch_size (at least ranks x micro_batches), from place first on, for all ranks
+    together. So it has the same items on any number of ranks. (When a job goes on with more or
+    fewer, DistributedSampler repeats items, and leaves others out.) Sizes may differ by one.
     """
     places = range(first, first + batch_size)[dist.get_rank() :: dist.get_world_size()]
     cuts = [len(places) * i // micro_batches for i in range(micro_batches + 1)]
@@ -245,26 +241,25 @@ class Snapshot:
     """The state of the job in one file, whole at any moment, on the disk of each machine.
 
     path: of that file. plan: a text that stays the same as long as the job lasts, as the size of
-    the batches does. parts: name=object for all that has a state_dict(): the model before DDP()
-    wraps it, the optimizer, a GradScaler. writer: whether this rank writes on its disk; one does.
-    All ranks make it and call its methods. It stops (status 1 or 2) if path cannot be written, or
-    if another job here has it. Without it: a kill leaves half a file; a machine that comes back
-    goes on from an old one; two jobs, or halves of one, write over each other's.
+    the batches does. parts: name=object for all that has a state_dict(): the model without DDP, the
+    optimizer, a GradScaler. writer: whether this rank writes on its disk; one does. All ranks make
+    it and call its methods. It stops (status 1 or 2) if path cannot be written, or another job has
+    it. Without it, a kill leaves half a file; a machine that comes back goes on from an old one.
     """
 
     def __init__(self, path, plan, **parts):
         self.path, self.plan, self.parts = path, plan, parts
         self.writer = claim(os.path.realpath(path) if os.path.islink(path) else path)
         self.known = ""  # what the file says who wrote it
-        self.job = self.attempt = gathered(uuid.uuid4().hex)[0]
+        self.job = self.attempt = gathered(os.urandom(16).hex())[0]
 
     def load(self, **new):
         """Load all parts from the newest file of any machine; return the rest of it, a dict.
 
         new: that rest in a new job, or of names that the file has not. One is step, how many are
-        done. The newest is always sent to all ranks, which takes three times its size of memory on
-        each, and to disks that have another. It stops (status 1), and touches no file, if one is
-        damaged or does not fit, if the plan is another, or if the files are of different jobs.
+        done. The newest is sent to all ranks (three times its size of memory on each) and disks. It
+        stops (status 1), and touches no file, if one is damaged or does not fit, if the plan is
+        another, or if the files are of different jobs.
         """
         path, mine, content = self.path, None, b""
         if self.writer and os.path.exists(path):
@@ -373,16 +368,19 @@ def writer_of(path):
 
 def claim(path):
     """Return whether this rank is the one that writes path on its disk; it has the lock, then."""
-    mark, mine = f"{path}.{gathered(uuid.uuid4().hex)[0]}.tmp", False
+    mark, mine, problem = f"{path}.{gathered(os.urandom(16).hex())[0]}.tmp", False, None
     for turn in 0, 1:  # rank 0 comes first. Of all that share a disk, one can make the file
         try:
             if turn == min(dist.get_rank(), 1):
                 open(mark, "x").close()
                 mine = True
+        except FileExistsError:
+            pass
         except OSError as error:
-            if not isinstance(error, FileExistsError):
-                stop(f"cannot write {path} ({error.strerror}): choose another path")
+            problem = error.strerror
         dist.barrier()
+    if problem:
+        stop(f"cannot write {path} ({problem}): choose another path")
     if mine:
         os.remove(mark)
         lock(path, GRACE * bool(ABOVE))  # behind a shell, ranks of the last attempt may still save
@@ -406,9 +404,9 @@ def lock(path, patience):
 def settled(*models):
     """Let one forward and backward of each DDP model run here; then put its state_dict() back.
 
-    DDP collects gradients in buckets, and regroups these once, after its first backward. That
-    changes the order of additions and, with three ranks or more, the rounding. Without it, a
-    resumed run takes one step in another order than an unbroken one, and ends with other weights.
+    DDP collects gradients in buckets, and regroups these after its first backward. That changes the
+    order of additions and, with three ranks or more, the rounding. Without it, a resumed run takes
+    one step in another order than an unbroken one, and ends with other weights.
     """
     # On the CPU: at a resume, GPUs hold the optimizer's state already.
     states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
@@ -417,9 +415,9 @@ def settled(*models):
     for model, state in zip(models, states, strict=True):
         try:
             model.load_state_dict(state)
-        except RuntimeError as error:
-            stop(f"the first forward has changed the model ({repr(error)[-200:]}), so no snapshot"
-                 " could be loaded: make all buffers in __init__, or with persistent=False", 1)
+        except RuntimeError as error:  # a snapshot could not be loaded, either
+            stop(f"the first forward has changed the model ({repr(error)[-200:]}): make all buffers"
+                 " in __init__, or with register_buffer(..., persistent=False)", 1)
         model.zero_grad()
 
 
@@ -503,18 +501,14 @@ def leave_on_sigterm(ctrl_c=False):
     """Return a function, asked_to_leave, that says whether any rank got SIGTERM, on all alike.
 
     ctrl_c: obey Ctrl-C, too. Call this before the first step; then asked_to_leave() in each, on all
-    ranks. If it is true, save and return. On a GPU it answers for the step before, so that nobody
-    waits for the GPU. torchrun sends SIGTERM when it is stopped, a machine joins, or a rank failed.
-    Without this, the steps since the last save are lost.
+    ranks. If it is true, save and return. (On a GPU, it answers a step later: nobody waits for the
+    GPU.) torchrun sends SIGTERM when it is stopped, a machine joins, or a rank failed. Without
+    this, the steps since the last save are lost.
     """
-    asked, signals = threading.Event(), {signal.SIGTERM, *[signal.SIGINT] * ctrl_c}
-
-    def obey(number, _):
-        signal.signal(number, signal.SIG_IGN)  # a second one, inside set(), would wait for its lock
-        asked.set()
+    asked, signals = [], {signal.SIGTERM, *[signal.SIGINT] * ctrl_c}
     for each in signals:
-        signal.signal(each, obey)
-    # Python runs obey only between two of its instructions: not while a collective waits for
+        signal.signal(each, lambda *_: asked.append(True))
+    # Python runs that lambda only between two of its instructions: not while a collective waits for
     # a dead rank. The byte that the signal leaves in this pipe comes at once: such a rank ends
     # itself, after 20 s (it may wait for a slow save), and before torchrun kills.
     reader, writer = os.pipe()
@@ -525,7 +519,8 @@ def leave_on_sigterm(ctrl_c=False):
         while os.read(reader, 1)[0] not in signals:
             pass
         SIGTERM_CAME.set()
-        if not asked.wait(max(GRACE - 10, GRACE / 2)):
+        time.sleep(max(GRACE - 10, GRACE / 2))
+        if not asked:
             os._exit(128 + signal.SIGTERM)
 
     # A forked process has this pipe, too, and its terminate() would end this one.
@@ -535,7 +530,7 @@ def leave_on_sigterm(ctrl_c=False):
     answers = []  # on their way from the GPU
 
     def asked_to_leave():
-        flag = torch.full((1,), int(asked.is_set()), device=device)  # (torch.tensor would wait)
+        flag = torch.full((1,), int(bool(asked)), device=device)  # (torch.tensor would wait)
         dist.all_reduce(flag)  # in the group that is there: a new one has N x N connections
         if device == "cpu":
             return flag.item() > 0
@@ -574,9 +569,8 @@ def obey_rank(worker):
 def leave(finished):
     """Close the connections; if not finished, exit with 143, the status of SIGTERM.
 
-    Call it when the function that has your model has returned, without an error. Without it, Python
-    may abort as it exits, all work done (pytorch issue 190489), and torchrun and Slurm take a job
-    that has left early for a finished one.
+    Call it when the function that has your model has returned. Without it, Python may abort as it
+    exits, all work done (pytorch issue 190489), and a job that has left early seems finished.
     """
     gc.collect()  # frees DDP, whose threads would live on
     dist.destroy_process_group()

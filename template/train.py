@@ -1,7 +1,7 @@
 """A training that may be killed at any moment. Every line is yours to change.
 
-A small GPT learns to predict the next character of a text, on one machine or many. survive.py keeps
-the training alive: copy both files. README.md says what a script of your own needs.
+A small GPT learns to predict the next character of a text. survive.py keeps the training alive:
+copy both files. README.md says what a script of your own needs.
 
     torchrun --standalone --nproc-per-node=2 template/train.py
 
@@ -13,9 +13,9 @@ the training alive: copy both files. README.md says what a script of your own ne
     [rank 0/2] step   60/60 | training loss 2.7612 | validation loss 2.7503 | best after step 60
     [rank 0/2] 2 replicas are identical, sha256 844dcbd4594f
 
-Your figures will differ: each version of Python has another help text, and CPUs round differently.
-The same command goes on from train.pt. A kill costs the steps since the last save, SIGTERM none. On
-a CPU, with as many ranks, a killed training ends with the bits of an unbroken one.
+Your figures will differ, as Python's help text and CPUs do. The same command goes on from train.pt.
+A kill costs the steps since the last save, SIGTERM none. On a CPU, with as many ranks, a killed
+training ends with the bits of an unbroken one.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
-    survive.seed(SEED)  # if you split a set at random: all ranks, and all restarts, need the same
+    survive.seed(SEED)  # a random split must be alike on all ranks, in all restarts
     train_set, validation_set, source = load_sets()  # your data
     count = len(train_set)
     if not world_size * args.accumulate <= args.batch_size <= count:
@@ -68,7 +68,8 @@ def train(device, args):
         args.total_steps, validate_every = args.epochs * epoch_steps, epoch_steps
     log(f"data: {count} + {len(validation_set)} {source}; {epoch_steps} steps an epoch")
     log(f"batch size {args.batch_size}: {world_size} ranks x {args.accumulate} micro-batches")
-    samples = some_batches(train_set)
+    tenths = [(0, place, place) for place in range(0, count, max(1, count // 10))]
+    samples = [batch for batch, _ in loader_of(train_set, [tenths[:2], tenths])]
     survive.compare(training_data=samples)  # each machine reads its own disk
 
     # Step 4: build the model, go on from the newest snapshot, and wrap the model.
@@ -84,8 +85,8 @@ def train(device, args):
     snapshot = survive.Snapshot(
         args.snapshot_path, f"{args.batch_size} of {count} examples, seed {SEED}",
         model=model, averaged=averaged, optimizer=optimizer, scheduler=scheduler)
-    # All else that changes, as plain numbers or tensors. due: the step is to be validated. loss_sum:
-    # of the steps since the last validation. rows: of the log.
+    # All else that changes, as plain numbers or tensors. due: the step is to be validated.
+    # loss_sum: over the steps since the last validation. rows: of the log.
     now = snapshot.load(step=0, due=False, loss_sum=0.0, best={"step": 0}, rows=[])
     step, due, best, rows = now["step"], now["due"], now["best"], now["rows"]
     loss_sum = torch.tensor(now["loss_sum"], dtype=torch.float64, device=device)
@@ -110,8 +111,7 @@ def train(device, args):
             if metrics["loss"] < best.get("loss", math.inf):  # your rule
                 best = {**metrics, "step": step}
                 if snapshot.writer:
-                    weights = averaged.module.state_dict()
-                    survive.save({"model": weights, **best}, f"{name}_best.pt")
+                    survive.save({"model": averaged.module.state_dict(), **best}, f"{name}_best.pt")
             mean = loss_sum.item() / (step - (rows[-1]["step"] if rows else 0))
             loss_sum.zero_()
             rows.append({"step": step, "training_loss": mean, **metrics})
@@ -133,7 +133,7 @@ def train(device, args):
         loss = add_up_gradients(model, micro_batches, step, args)
         dist.all_reduce(loss)  # the sum over the ranks: what is saved must be alike on all
         loss_sum += loss
-        # Alike on all ranks. An inf or nan must not reach the weights: recipes/clip_and_scale.py.
+        # An inf or nan must not reach the weights: recipes/clip_and_scale.py.
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=True)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -185,7 +185,6 @@ def mean_loss(model, batch, step):
     windows = batch[0].to(device)
     # What all ranks must draw alike, a mixup's share, say, follows from the step alone:
     # share = numpy.random.default_rng(step).beta(0.2, 0.2) if model.training else 1.0
-    # In bfloat16: with torch.autocast(device.type, torch.bfloat16): around the next line.
     logits = model(windows[:, :-1])
     return cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
@@ -250,24 +249,13 @@ class SeededItems(Dataset):
         return self.dataset[item]
 
 
-def with_size(items):
-    return default_collate(items), len(items)  # or your collate_fn
-
-
 def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
     # fork: other ways to start import torch anew in each worker. timeout: a batch may get lost.
     return DataLoader(
         SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=120 * bool(WORKERS),
-        collate_fn=with_size, worker_init_fn=survive.obey_rank,
-        multiprocessing_context="fork" if WORKERS else None)
-
-
-def some_batches(dataset):
-    """Return ten items from all over the set, as two batches: of 2, and of 8."""
-    places = [i * (len(dataset) - 1) // 9 for i in range(10)]
-    items = [(0, place, place) for place in places]
-    return [batch for batch, _ in loader_of(dataset, [items[:2], items[2:]])]
+        collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn
+        worker_init_fn=survive.obey_rank, multiprocessing_context="fork" if WORKERS else None)
 
 
 class GPT(nn.Module):
@@ -318,13 +306,11 @@ def parse_args():
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches on each rank")
     parser.add_argument("--snapshot-path", default="train.pt")
     parser.add_argument("--timeout", type=int, default=600, help="wait for others, in seconds")
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    numbers = {name: value for name, value in vars(args).items() if isinstance(value, int)}
-    wrong = [name for name, value in numbers.items() if value < 1 and name != "local_rank"]
+    wrong = [name for name, value in vars(args).items() if isinstance(value, int) and value < 1]
     if wrong:
         survive.stop(f"{', '.join(wrong)} must be 1 or more")
-    # So no two jobs share NAME_best.pt and NAME.csv, and the lock of NAME.pt is theirs, too.
+    # So no two jobs share NAME_best.pt or NAME.csv, which the lock of NAME.pt guards, too.
     if not args.snapshot_path.endswith(".pt") or args.snapshot_path.endswith("_best.pt"):
         survive.stop(f"--snapshot-path {args.snapshot_path} must end in .pt, and not in _best.pt")
     return args

@@ -936,8 +936,8 @@ sys.meta_path.insert(0, Finder())
 import survive
 survive.start()
 asked_to_leave = survive.leave_on_sigterm()
-print("has started", flush=True)
 while not asked_to_leave():
+    print("has started", flush=True)
     time.sleep(2)
 print("has saved", flush=True)
 """

@@ -23,6 +23,11 @@ On two machines without GPUs, the second command prints this (a rank is the numb
 If you have only one machine, launch/lab turns it into several. Next: start the job.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, also a wait of torch
+
 import argparse
 import contextlib
 import json
@@ -42,10 +47,11 @@ CONNECT_LIMIT = 70  # seconds
 LOOPBACK = ("127.", "::1")
 CLOSED_PORTS = ("the machines reach the first one, but not each other: open all ports between"
                 " them. A rank listens at a port chosen at random")
+CUT = "the network was cut, or a machine hangs: all had just exchanged data"
 
 
 def main():
-    args = parse_args()
+    args, silent = parse_args(), CLOSED_PORTS
     rank, everyone, host, port, runs_store = find_place(args.machines)
     if len(everyone) == 1:
         stop("one process has no other to find: name all machines, or start more processes")
@@ -71,11 +77,12 @@ def main():
             stop("; also: ".join(faults), status=1)
         with time_limit(CONNECT_LIMIT, CLOSED_PORTS):
             make_group(store, rank, len(everyone), device, backend)
+        silent = CUT
         show(machines)
         check_sums(device)
         measure_bandwidth(device)
     except Exception as error:  # the store, Gloo and NCCL raise types of their own
-        stop(diagnose(error), status=1)
+        stop(diagnose(error, silent), status=1)
     if args.machines and not by_name:
         log("note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine")
     log(f"check passed: {len(everyone)} ranks on {len(machines)} machines")
@@ -95,16 +102,22 @@ def find_place(names):
     if names:
         rank = own_place(names)
         return rank, names, names[0], PORT, rank == 0
-    rank = int(os.environ["RANK"])
-    everyone = [f"rank {r}" for r in range(int(os.environ["WORLD_SIZE"]))]
+    try:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        everyone = [f"rank {r}" for r in range(int(os.environ["WORLD_SIZE"]))]
+    except ValueError as error:
+        stop(f"RANK, WORLD_SIZE and MASTER_PORT must be numbers ({error}): torchrun sets them")
     # Usually torchrun itself runs the store. Otherwise rank 0 must run it.
     runs_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return rank, everyone, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), runs_store
+    return rank, everyone, os.environ["MASTER_ADDR"], port, runs_store
 
 
 def own_place(names):
     """Return which of the named machines this one is, counted from 0. Stop if it is none."""
     place = None
+    if "" in names or len({*names}) < len(names):
+        stop(f"a name is empty or stands there twice: {' '.join(map(repr, names))}. Name each"
+             " machine once, in the same order on all")
     for i, name in enumerate(names):
         if fault := fault_of_name(name):
             stop(fault, status=1)
@@ -112,6 +125,8 @@ def own_place(names):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family) as probe, contextlib.suppress(OSError):  # another machine's
             probe.bind((address, 0))
+            if place is not None:
+                stop(f"{names[place]} and {name} are both this machine: name each machine once")
             place = i
     if place is None:
         stop(f"this machine, {socket.gethostname()}, is none of {' '.join(names)}")
@@ -145,7 +160,8 @@ def wait_for_listener(host, port, timeout):
         try:
             return socket.create_connection((host, port), timeout=2).close()
         except ConnectionRefusedError:
-            reason = f"{host} is up, but nothing listens there. Start the check on {host} too"
+            reason = (f"{host} is up, but nothing listens there. Start the check on {host}, too,"
+                      " with the names in the same order")
             if address_of(host).startswith(LOOPBACK):  # only right on the first machine
                 reason = fault_of_name(host, "the first machine")
         except OSError as error:
@@ -204,7 +220,7 @@ def collect(store, key, mine, rank, everyone, timeout):
     except dist.DistStoreError:  # the time is over
         missing = [name for r, name in enumerate(everyone) if not store.check([keys[r]])]
         stop(f"{', '.join(missing)} did not come within {timeout} s: is the check running there,"
-             " and what does it say?", status=1)
+             " with the names in the same order, and what does it say?", status=1)
     return [json.loads(store.get(k)) for k in keys]
 
 
@@ -302,15 +318,15 @@ def measure_bandwidth(device):
         f" {sent / 1e9:.2f} GB/s bus bandwidth")
 
 
-def diagnose(error):
-    """Return one line: the cause of an error, the cure, and what torch itself said."""
+def diagnose(error, silent):
+    """Return one line: the cause of an error (silent: of a timeout), the cure, torch's words."""
     said = str(error).strip().partition("\n")[0][:300]
     causes = {
         r"\[(127\.|::1)": "a machine gave the others an address that only it can use: on each,"
         " set GLOO_SOCKET_IFNAME to the interface that ip -br address shows",
         "EADDRINUSE": "the port is taken. Is another check or a job running on this machine?",
         "refused|reset|closed|Broken": "another process has ended: see what the other machines say",
-        "[Tt]ime": CLOSED_PORTS,
+        "[Tt]ime": silent,
     }
     cause = next((text for pattern, text in causes.items() if re.search(pattern, said)), "failed")
     return f"{cause} ({type(error).__name__}: {said})"

@@ -107,6 +107,7 @@ class Command:
     folder: str  # for its temporary files
     streams: dict  # {file descriptor: (its name, what has come of its next line)}
     before: set  # {(process id, its start)}: older children of this process
+    ends: set  # of its output, as /proc names them
     begin: float = field(default_factory=time.monotonic)
     ranks: dict = field(default_factory=dict)  # {(process id, its start): RANK}
     tail: deque = field(default_factory=lambda: deque(maxlen=2000))  # for error()
@@ -139,6 +140,7 @@ class Command:
                         continue
                 del self.streams[descriptor]  # all have closed it
                 os.close(descriptor)
+                lines += self._split(name, pending + b"\n", 1)
             if time.monotonic() > until:
                 break
             timeout = 0
@@ -183,6 +185,19 @@ class Command:
                 rank = self.ranks.get((pid, begin)) or getattr(found.get(parent), "rank", None)
                 found[pid] = Process(parent, rank, tuple(words))
         return found
+
+    def keeps_lines(self, pid):
+        """Return whether a process may keep lines to itself, which it has printed: in a buffer.
+
+        So do programs whose output goes through a pipe or to a file, but for Python's.
+        """
+        try:
+            to = os.readlink(f"/proc/{pid}/fd/1")
+        except OSError:
+            return False  # it has closed it, or has ended
+        told = f"{self.folder}/site" in " ".join(_read(pid, "environ") or [])
+        told &= "python" in (_read(pid, "cmdline") or [""])[0]
+        return to not in {*self.ends, "/dev/null"} and not told
 
     def end(self):
         """Kill all processes of the command, close its streams, and remove its folder.
@@ -235,20 +250,21 @@ class Command:
         return (causes or errors or signals or said[-1:] or [""])[0].strip()
 
 
-def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run"):
+def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", tmp=None):
     """Start a command, a list of words, in a session of its own; return a Command.
 
     cwd, env: its working directory and its environment, default: those of this process.
     stdin: what it reads, as for subprocess.Popen. None: what this process reads, a terminal, too:
         then the command's breakpoint() works. Ctrl-C there reaches this process alone.
     prefix: of the name of its folder for temporary files, TMPDIR, which end() removes.
+    tmp: another folder for these, which stays.
     One at a time: RuntimeError if another runs. OSError if the command cannot be started.
     """
     if _running:
         raise RuntimeError("one foreign command at a time: end() the one before")
     if not os.path.exists("/proc/self/stat"):
         raise OSError("processes are found by /proc: that needs Linux")
-    with _later():  # a signal may come as soon as all is noted
+    with later():  # a signal may come as soon as all is noted
         _adopt_orphans()
         # Short: a socket's path in it has 107 bytes at most.
         place = "/tmp" if len(tempfile.gettempdir()) > 60 and os.access("/tmp", os.W_OK) else None
@@ -261,7 +277,7 @@ def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run"):
                 file.write(SITE)
             env = dict(os.environ if env is None else env)
             path = [f"{folder}/site", *filter(None, [env.get("PYTHONPATH")])]
-            env |= {"TMPDIR": f"{folder}/tmp", "PYTHONPATH": os.pathsep.join(path)}
+            env |= {"TMPDIR": tmp or f"{folder}/tmp", "PYTHONPATH": os.pathsep.join(path)}
             try:
                 terminal, out = os.openpty()
                 tty.setraw(out)  # what is written comes as it is
@@ -270,11 +286,12 @@ def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run"):
             pipe, err = os.pipe()
             ends, streams = [out, err], {
                 terminal: ("stdout", bytearray()), pipe: ("stderr", bytearray())}
+            names = {os.readlink(f"/proc/self/fd/{end}") for end in ends}
             before = {(int(pid), stat[2]) for pid in filter(str.isdigit, os.listdir("/proc"))
                       if (stat := _stat(pid)) and stat[1] == os.getpid()}
             process = subprocess.Popen(command, cwd=cwd, env=env, stdin=stdin, stdout=out,
                                        stderr=err, start_new_session=True)
-            running = Command(process, folder, streams, before)
+            running = Command(process, folder, streams, before, names)
             _running.append(running)
             return running
         except BaseException:
@@ -295,8 +312,8 @@ def cleaning_up(*folders):
     folders: a list may be given, which grows later.
     """
     def leave(number, _):
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_IGN)
+        for other in old:
+            signal.signal(other, _ignore)
         _waiting.append(number)
         if not _deferred:
             raise SystemExit(128 + number)
@@ -307,16 +324,16 @@ def cleaning_up(*folders):
     try:
         yield
     finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        for number in old:
+            signal.signal(number, _ignore)
         for command in [*_running]:
             command.end()
         for folder in folders:
             for path in [folder] if isinstance(folder, str) else folder:
                 shutil.rmtree(path, ignore_errors=True)
         _waiting.clear()
-        for number in SIGNALS:
-            signal.signal(number, old.get(number, signal.SIG_IGN))
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 # ---- Helpers that are no part of the lesson ----
@@ -325,8 +342,8 @@ _running, _deferred, _waiting = [], [], []  # commands; blocks; signals that hav
 
 
 @contextlib.contextmanager
-def _later():
-    """Within it, a signal does not raise; at its end it does."""
+def later():
+    """A context in which a signal does not raise: at its end it does. (For what must be noted.)"""
     _deferred.append(True)
     try:
         yield
@@ -334,6 +351,10 @@ def _later():
         _deferred.pop()
         if _waiting and not _deferred:
             raise SystemExit(128 + _waiting[0])
+
+
+def _ignore(*_):
+    """Do nothing. (Of a SIG_IGN that is set while a signal comes, Python prints a complaint.)"""
 
 
 def _adopt_orphans(yes=True):

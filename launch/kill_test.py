@@ -14,45 +14,50 @@ Try this before a long job. The script may be any that torchrun (or python) star
 
 The command runs once undisturbed. Then come the rounds. In each, SIGKILL hits one to three victims:
 a rank (a process of the job), a worker (a child of a rank, such as a DataLoader's), or the launcher
-(torchrun). The line below a victim is the next one with "resum" (--resumed): the script "went on".
-torchrun starts ranks again. If the command itself fails, it is started again, as Slurm would do.
+(torchrun). The line below a victim is the next one with "resum" (--resumed), unless the undisturbed
+run prints it, too. torchrun starts ranks again. If the command itself fails, it is started again.
 
-A round fails if it ends with another result, hangs (--limit), or leaves processes behind; if these
-work on when torchrun is dead (--orphans), so that the next start meets them; or if it goes on at a
-step that it cannot have reached. Its folder is kept then, and the exit status is 1.
+A round fails if it ends with another result, if the last start prints none, if a step of the
+undisturbed run was done by nobody, if the work is begun anew though half of it was done, if it
+hangs (--limit), leaves processes behind, or if what a killed process had started works on
+(--orphans), so that the next start meets it. Its folder is kept then, and the exit status is 1.
 
 What your script needs: it saves to a relative path, and goes on from there. (Each round has a
-folder of its own. Programs and .py files run where they are; other files that the command names
-are copied there. Give data by absolute paths.) It prints a checksum of its weights at the end,
-"sha256 ..." or what --line matches. Or it leaves a file for torch.load(): with --file snapshot.pt,
-all tensors and values in it must be equal; or a text, a log, say: with --file log.csv, too.
+folder of its own. Programs and .py files run where they are. Give data by absolute paths.) It
+prints a checksum of its weights at the end, "sha256 ..." or what --line matches, also when it finds
+that all is done. Or it leaves a file for torch.load(), or a text: with --file snapshot.pt, all
+tensors and values in it must be equal. It prints how far it has come: "step 3".
 
 Not tested: power cuts, and several machines. Not tried: GPUs.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the imports below take their time
+
 import argparse
 import bisect
 import contextlib
+import itertools
 import math
 import os
 import random
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+import foreign_command
 from tqdm import tqdm
 
 KINDS = ("rank", "worker", "launcher")
-MARK = r"(?i)(epoch|step|iter(ation)?)\W{0,8}\d+"  # how far the script has come
+# How far the script has come; last: in a progress bar.
+MARK = r"(?i)(epoch|step|iter(ation)?)\W{0,8}\d+|\|\s*\d+(?=/\d)"
 SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
-LOG_LINE = r"[IWE]\d{4} \d\d:\d\d:\d\d"  # of torchrun, not of the script
 PAUSE = 0.05  # seconds between two looks at the processes
 DRAWS = 5  # so often may a round end before its first kill
 LIMIT = 3600  # seconds for the undisturbed run
@@ -60,55 +65,51 @@ LIMIT = 3600  # seconds for the undisturbed run
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that each "finally" runs
-    base, keep = tempfile.mkdtemp(prefix="kill_test_"), args.keep
     try:
-        print(f"{args.rounds} rounds, drawn with --seed {args.seed}", flush=True)
-        reference = play(args, f"{base}/undisturbed", limit=args.limit or LIMIT)
-        # Not a child that lives for a moment: a kill would wait for it in vain.
-        reference.seen = {kind: (first, last) for kind, (first, last) in reference.seen.items()
-                          if last - first > reference.seconds / 10}
-        result = result_of_reference(args, reference)
-        args.has_ranks = "rank" in reference.seen
-        args.round_limit = args.limit or 10 * reference.seconds + 900
-        # Marks of the commonest kind: a script may print its epochs, and elsewhere its steps.
-        kinds = Counter(kind_of(mark) for mark in reference.marks).most_common(1)
-        reference.marks = {mark: seconds for mark, seconds in reference.marks.items()
-                           if kind_of(mark) == kinds[0][0]}
-        print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
-        runs = []
-        for number in tqdm(range(1, args.rounds + 1), disable=None, leave=False, unit="round"):
-            run = play_round(args, number, f"{base}/round{number}", reference)
-            runs.append(run)
-            tqdm.write("\n".join(describe(args, number, run, reference)))
-            sys.stdout.flush()
-            keep = keep or bool(run.failure)
-            if not (run.failure or args.keep):
-                shutil.rmtree(run.folder)
-        if any(run.failure.startswith("not equal") for run in runs):
-            again = play(args, f"{base}/undisturbed_again", limit=args.round_limit)
-            print("note: two undisturbed runs differ, too. First seed all that is random"
-                  if again.failure or difference(args, reference, again) else
-                  "note: two undisturbed runs were equal: the kills make the difference")
-        equal = [run for run in runs if not run.failure]
-        victims = Counter(kill.kind for run in runs for kill in run.kills)
-        print(f"{len(equal)} of {len(runs)} rounds ended equal,"
-              f" {sum(run.went_on for run in equal)} of these went on; killed:"
-              f" {', '.join(f'{kind} {count}' for kind, count in sorted(victims.items()))}")
-        if not any(run.went_on for run in runs):
-            print("note: no line says that the script went on: did it begin anew each time? Give"
-                  " --resumed REGEX for that line, or let the script run for longer")
-        if not reference.marks:
-            print('note: no line has "epoch 3" or "step 3": work done again is not seen, and kills'
-                  " come by the clock. Give --step REGEX")
-        sys.exit(len(equal) < len(runs))
-    except KeyboardInterrupt:
-        stop("ended by Ctrl-C, with all that it had started", status=130)
-    finally:
-        if keep:
-            print(f"kept: {base}", flush=True)
-        else:
-            shutil.rmtree(base)
+        with foreign_command.cleaning_up(args.folders):
+            sys.exit(test(args))
+    except OSError as error:  # a full disk, a closed terminal
+        stop(f"cannot go on: {error}")
+    except SystemExit as end:
+        if not isinstance(end.code, int) or end.code <= 128:
+            raise
+        what = "Ctrl-C" if end.code == 130 else signal.Signals(end.code - 128).name
+        stop(f"ended by {what}, with all that it had started", end.code)
+
+
+def test(args):
+    """Play the undisturbed run and the rounds, print what they prove, and return the status."""
+    base = new_folder(args, "kill_test_", tempfile.gettempdir())
+    print(f"{args.rounds} rounds, drawn with --seed {args.seed}", flush=True)
+    reference = play(args, f"{base}/undisturbed", limit=args.limit or LIMIT)
+    if reference.failure and args.names:  # not taken along before: an old run may have left them
+        args.copies = args.names
+        reference = play(args, f"{base}/with_files", limit=args.limit or LIMIT)
+    result = result_of_reference(args, reference)
+    args.has_ranks = "rank" in reference.seen
+    args.round_limit = args.limit or 10 * reference.seconds + 900
+    print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
+    for text in about_reference(args, reference):
+        print(f"note: {text}", flush=True)
+    runs = []
+    for number in tqdm(range(1, args.rounds + 1), disable=None, leave=False, unit="round"):
+        run = play_round(args, number, f"{base}/round{number}", reference)
+        runs.append(run)
+        tqdm.write("\n".join(describe(number, run, reference)))
+        sys.stdout.flush()
+        args.keep = args.keep or bool(run.failure)
+        if not (run.failure or args.keep):
+            shutil.rmtree(run.folder)
+    if any(run.failure.startswith("not equal") for run in runs):
+        again = play(args, f"{base}/undisturbed_again", limit=args.round_limit)
+        print("note: two undisturbed runs differ, too. First seed all that is random"
+              if again.failure or difference(args, reference, again) else
+              "note: one more undisturbed run was equal: probably the kills make the difference")
+    print("\n".join(summary(args, runs, reference)))
+    if args.keep:
+        args.folders.remove(base)
+        print(f"kept: {base}", flush=True)
+    return any(run.failure for run in runs) or not any(run.proves for run in runs)
 
 
 @dataclass
@@ -117,8 +118,17 @@ class Kill:
     seconds: float  # and so many seconds; once done: seconds since the start of the round
     kind: str
     which: float  # from 0 to 1: which one of that kind
+    soon: float = 0.0  # or, if not 0, so many seconds after the kill before
     name: str = ""
-    offset: int = 0  # how many bytes the command had printed
+    at: int = 0  # how many lines the command had printed
+    last: str = ""  # the last of these
+    heirs: dict = field(default_factory=dict)  # {what it had started: how often that has written}
+    others: set = field(default_factory=set)  # the other ranks
+    until: float = 0.0  # so long did one of these live
+    restarted: bool = False  # ranks, or the command, have been started since
+    place: float | None = None  # which mark of the undisturbed run it had come to
+    line: str = ""  # with which it went on
+    again: float = 0  # so many marks were printed again
 
 
 @dataclass
@@ -130,93 +140,98 @@ class Run:
     starts: int = 0
     seconds: float = 0.0
     failure: str = ""
-    went_on: bool = False  # as a line said
-    seen: dict = field(default_factory=dict)  # {kind of process: [first, last seconds]}
+    how: str = ""  # what became of a round that has not failed
+    went_on: bool = False
+    proves: bool = False
+    note: str = ""
+    error: str = ""  # the script's own
+    lives: dict = field(default_factory=dict)  # {(kind, process id): [first, last seconds]}
+    seen: dict = field(default_factory=dict)  # {kind: (first, last seconds)}
+    ranks: set = field(default_factory=set)  # process ids of all that there were
+    shells: set = field(default_factory=set)  # that stand around the launcher or a rank
     saved: float = 0.0  # after so many seconds, there was something to go on from
+    count: int = 0  # of lines
+    last: str = ""
     marks: dict = field(default_factory=dict)  # {how far it has come: seconds when first printed}
-
-    def lines(self, start=0, end=None):
-        """The lines that the script printed, from byte start to byte end."""
-        with open(f"{self.folder}/output.txt", "rb") as file:
-            file.seek(start)
-            text = file.read(-1 if end is None else end - start).decode(errors="replace")
-        lines = re.split(r"[\r\n]+", text)  # a progress bar prints \r
-        return [line for line in lines if line.strip() and not re.match(LOG_LINE, line)]
+    printed: list = field(default_factory=list)  # [(number of line, mark), ...], all of them
+    kind: tuple = ()  # of the undisturbed run: the words of its marks,
+    place: dict = field(default_factory=dict)  # {mark: which one it is, from 0},
+    cyclic: bool = False  # whether these come again and again,
+    finals: dict = field(default_factory=dict)  # and {other words: [what matches, ...]}
+    results: list = field(default_factory=list)  # [(number of line, its other words, what matches)]
+    resumed: list = field(default_factory=list)  # [(number of line, line that matches --resumed)]
+    keeps_lines: bool = False  # a kill may have cost lines that a process had not yet written
 
 
 def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
     """Start the command in a new folder until its status is 0, and kill as planned."""
-    run, waiting = Run(folder), sorted(plan, key=lambda kill: (kill.marks, kill.seconds))
+    run, waiting = Run(folder), [*plan]
     for name in ["work/", *(f"work/{name}" for name in args.copies)]:
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
     for name in args.copies:
         shutil.copy(name, f"{folder}/work/{name}")
-    mark = f"KILL_TEST={uuid.uuid4().hex}"  # all that descends from the command inherits it
-    # TMPDIR: what killed processes leave in /tmp is removed. It is short: a socket's path in it has
-    # 107 bytes at most. Unbuffered: the last line printed is the last that the script has come to.
-    tmp = tempfile.mkdtemp(prefix="kt", dir="/tmp" if len(tempfile.gettempdir()) > 60 else None)
-    env = {**os.environ, **dict([mark.split("=")]), "PYTHONUNBUFFERED": "1", "TMPDIR": tmp}
-    process, begin, read = None, time.monotonic(), 0
-    try:
-        with open(f"{folder}/output.txt", "ab") as output:
-            while not run.failure and (run.starts == 0 or process.returncode != 0):
-                run.starts += 1
-                process = subprocess.Popen(  # in a session of its own: Ctrl-C must not reach it
-                    args.command, cwd=f"{folder}/work", env=env, stdin=subprocess.DEVNULL,
-                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-                while process.poll() is None and not run.failure:
-                    run.seconds = time.monotonic() - begin
-                    read = read_marks(args, run, reference, read)
-                    if run.seconds > limit:
-                        run.failure = f"hung: no end in {limit:.0f} s"
-                    elif not plan:
-                        for kind in find_victims(mark, process.pid):
-                            run.seen.setdefault(kind, [run.seconds, 0])[1] = run.seconds
-                        run.saved = run.saved or has_saved(args, folder) * run.seconds
-                    elif (waiting and is_time(run, waiting[0])
-                          and strike(args, run, waiting[0], find_victims(mark, process.pid))):
-                        run.kills.append(waiting.pop(0))
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(PAUSE)
-                read = read_marks(args, run, reference, read)
-                run.failure = run.failure or wait_for_orphans(args, run, mark, process.returncode)
-                if process.returncode and run.starts == starts:
-                    run.failure = (run.failure
-                                   or f"status {process.returncode} at the last of {starts} starts")
-    except OSError as error:
-        stop(f"cannot start the command: {error}")
-    finally:
-        end(mark, process)
-        shutil.rmtree(tmp, ignore_errors=True)
+    # One for all starts; and short, as a socket's path in it has 107 bytes at most.
+    long = len(tempfile.gettempdir()) > 60
+    tmp = new_folder(args, "kt", "/tmp" if long else tempfile.gettempdir())
+    begin = time.monotonic()
+    while not run.failure:
+        run.starts += 1
+        try:
+            command = foreign_command.start(args.command, f"{folder}/work", tmp=tmp)
+        except OSError as error:
+            stop(f"cannot start the command: {error}")
+        looked = ended = 0
+        while not run.failure:
+            lines = command.read(PAUSE)
+            run.seconds = time.monotonic() - begin
+            note_lines(args, run, lines, reference)
+            if (strikes := waiting and is_time(run, waiting[0])) or run.seconds - looked > PAUSE:
+                looked, processes = run.seconds, command.processes()
+                roles = roles_of(args, processes, command.process.pid, run)
+                watch(args, run, processes, roles)
+                if strikes and strike(args, run, waiting[0], command, processes, roles):
+                    run.kills.append(waiting.pop(0))
+                if not plan:
+                    run.saved = run.saved or has_saved(args, folder) * run.seconds
+                if command.poll() is not None:
+                    ended = ended or run.seconds
+                    if not processes:
+                        break
+                    if run.seconds - ended > args.patience:
+                        run.failure = f"left behind after {args.patience} s: {names(processes)}"
+            if run.seconds > limit:
+                run.failure = run.failure or f"hung: no end in {limit:.0f} s"
+            if ended and not lines:
+                time.sleep(PAUSE)
+        note_lines(args, run, command.read(0), reference)
+        run.error, status = command.error(), command.poll()
+        command.end()
+        if not status:
+            break
+        for kill in run.kills:
+            kill.restarted = True
+        if run.starts == starts and not run.failure:
+            run.failure = f"status {status} at the last of {starts} starts"
+    shutil.rmtree(tmp, ignore_errors=True)
     run.seconds = time.monotonic() - begin
     return run
 
 
 def play_round(args, number, folder, reference):
-    """Draw kills and play them, until one has hit; then compare the result."""
+    """Draw kills and play them, until one has hit; then judge the result."""
+    part = 1.0
     for draw in range(DRAWS):
         shutil.rmtree(folder, ignore_errors=True)  # of a run that no kill has hit
         draws = random.Random(f"{args.seed}/{number}/{draw}")
-        plan = draw_kills(args, draws, reference, 0.7**draw)  # each time earlier
+        plan = draw_kills(args, draws, reference, part)
         run = play(args, folder, plan, reference, args.round_limit, args.starts)
-        if run.failure:
+        if run.kills or run.failure:
+            if not run.failure:
+                judge(args, run, reference)
             return run
-        earlier = run.lines(0, run.kills[0].offset if run.kills else None)
-        if (any(re.search(args.resumed, line) for line in earlier)
-                and not any(re.search(args.resumed, line) for line in reference.lines())):
-            break
-        if run.kills:
-            if differs := difference(args, reference, run):
-                run.failure = f"not equal: {differs}"
-            for _, _, skipped in recoveries(args, run, reference):
-                times = [reference.marks[mark] for mark in skipped]
-                if len(times) > 2 and times[-1] - times[0] > args.orphans:
-                    first, last = (" ".join(f"{word} {number}" for word, number in skipped[i][:-1])
-                                   for i in (0, -1))
-                    run.failure = f"it went on far beyond the kill: who did {first} to {last}?"
-            return run
-    run.failure = ("it went on, or ended, before the first kill. Does it go on from a file at an"
-                   " absolute path, which all rounds share?")
+        part = 0.7 * min(part, run.seconds / reference.seconds)  # each time earlier
+    run.failure = ("it ended before the first kill, each time: did the undisturbed run take longer,"
+                   " or leave a snapshot outside its folder, from which all rounds go on?")
     return run
 
 
@@ -239,74 +254,140 @@ def draw_kills(args, draws, reference, part):
         seconds = first + part * place * (last - first)
         marks = bisect.bisect(times, seconds) - 1
         kills.append(Kill(marks, seconds - times[marks], kind, which))
+    kills.sort(key=lambda kill: (kill.marks, kill.seconds))
+    for kill in kills[1:]:
+        if draws.random() < 0.3:  # while it starts again
+            kill.soon = draws.random() * (times[1] if len(times) > 1 else reference.seconds / 5)
     return kills
 
 
 def is_time(run, kill):
     """Return whether the round has come to the moment of a kill, or to the mark after it."""
+    if kill.soon and run.kills:
+        return run.seconds >= run.kills[-1].seconds + kill.soon
     times = [0, *run.marks.values()]
     return kill.marks < len(times) and (
         kill.marks + 1 < len(times) or run.seconds >= times[kill.marks] + kill.seconds)
 
 
-def marks_of(args, lines, reference=None):
-    """Yield how far the script has come, by each line: (("epoch", 3), ("loss", 0)), say.
+# ---- What it prints ----
+
+
+def note_lines(args, run, lines, reference=None):
+    """Note how far the script has come, what it says of its result, and that it goes on."""
+    with open(f"{run.folder}/output.txt", "a") as file:
+        file.writelines(f"{line.text}\n" for line in lines)
+    for line in lines:
+        text = line.text
+        if foreign_command.LAUNCHERS.match(text):
+            continue
+        run.count, run.last = run.count + 1, text
+        if re.search(args.resumed, text):
+            run.resumed.append((run.count, text))
+        elif (mark := mark_of(args, text)) and (not reference or kind_of(mark) == reference.kind):
+            run.printed.append((run.count, mark))
+            if not reference or mark in reference.marks:
+                run.marks.setdefault(mark, run.seconds)
+        if args.line and (found := [match[0] for match in re.finditer(args.line, text)]):
+            run.results.append((run.count, masked(re.sub(args.line, "", text)), found))
+
+
+def masked(text):
+    """Return a line without its numbers, but for those of ranks."""
+    return re.sub(r"(?i)(rank\W{0,2}\d+)|\d+", lambda match: match[1] or "#", text)
+
+
+def mark_of(args, line):
+    """Return how far the script has come, by a line: (("epoch", 3), ("loss", 0)), say, or ().
 
     The last is the next word: "epoch 3 | loss" and "epoch 3 | saved" are two kinds of lines.
     """
-    for line in lines:
-        mark, rest = {}, ""
-        for part in re.finditer(args.step, line):
-            word, number, _ = [*re.split(r"(\d+)$", part[0]), "", ""][:3]
-            # The first of each word: two ranks may write in one line, and "best after step 2".
-            mark.setdefault(re.sub(r"\W", "", word).lower(), int(number or 0))
-            rest = re.search(r"[a-z]*\Z|[a-z]+", line[part.end() :].lower())[0]
-        if mark and not re.search(args.resumed, line):
-            mark = *mark.items(), (rest, 0)
-            if reference is None or mark in reference.marks:
-                yield mark
+    mark, rest = {}, ""
+    for part in re.finditer(args.step, line):
+        word, number, _ = [*re.split(r"(\d+)$", part[0]), "", ""][:3]
+        # The first of each word: "best after step 2" may stand behind.
+        mark.setdefault(re.sub(r"\W", "", word).lower(), int(number or 0))
+        rest = re.search(r"[a-z]*\Z|[a-z]+", line[part.end() :].lower())[0]
+    return (*mark.items(), (rest, 0)) if mark else ()
 
 
 def kind_of(mark):
     return next(zip(*mark, strict=True))
 
 
-def read_marks(args, run, reference, start):
-    """Note the marks in what was printed from byte start on. Return to which byte."""
-    with open(f"{run.folder}/output.txt", "rb") as file:
-        file.seek(start)
-        end = start + file.read().rfind(b"\n") + 1
-    for mark in marks_of(args, run.lines(start, end), reference):
-        run.marks.setdefault(mark, run.seconds)
-    return end
+# ---- Its processes ----
 
 
-def has_saved(args, folder):
-    """Return whether the command has left something: one of --file, or any file with content."""
-    return any(size and (name in args.file or not args.file)
-               for name, (size, _) in files_of(args, folder).items())
+def roles_of(args, processes, command, run):
+    """Return {kind: [(name, process id), ...]} of the command's processes.
+
+    Shells around the launcher or a rank are no victims of their own, and noted.
+    """
+    def given(pid):  # has the launcher given it this RANK?
+        parent = processes.get(processes[pid].parent)
+        return processes[pid].rank and processes[pid].rank != getattr(parent, "rank", None)
+
+    roles, ranks = defaultdict(list), [pid for pid in processes if given(pid)]
+    launchers = {processes[pid].parent for pid in ranks} & {*processes}
+    if not launchers and not getattr(args, "has_ranks", False):
+        launchers = {command} & {*processes}
+    for pid, process in processes.items():
+        of = f"rank {process.rank}" if process.rank else "the command"
+        if pid in launchers:
+            roles["launcher"].append(("launcher", pid))
+        elif pid in ranks:
+            roles["rank"].append((of, pid))
+            if process.shell and any(child.parent == pid for child in processes.values()):
+                run.shells.add(f"between the launcher and its ranks stands {process.name}")
+        elif heirs_of(processes, pid) & launchers:
+            run.shells.add(f"around the launcher stands {process.name}")
+        elif process.parent in processes and (process.rank or not ranks):
+            # What torchrun itself starts for a moment is none of the script's workers.
+            roles["worker"].append((f"worker of {of}", pid))
+    return roles
 
 
-def files_of(args, folder):
-    """Return {path in its folder: (bytes, time of the last change)} of the command's files."""
-    found = {}
-    for place, _, names in os.walk(f"{folder}/work"):
-        for path in (f"{place}/{name}" for name in names):
-            with contextlib.suppress(OSError):  # it has just been moved
-                if (name := os.path.relpath(path, f"{folder}/work")) not in args.copies:
-                    found[name] = (os.path.getsize(path), os.stat(path).st_mtime_ns)
-    return found
+def heirs_of(processes, pid):
+    """Return the ids of all that a process has started, and these in turn."""
+    children = {child for child, process in processes.items() if process.parent == pid}
+    return children.union(*(heirs_of(processes, child) for child in children))
 
 
-def strike(args, run, kill, victims):
+def watch(args, run, processes, roles):
+    """Note who lives, and whether what a victim had started works on."""
+    for kind, found in roles.items():
+        for _, pid in found:
+            run.lives.setdefault((kind, pid), [run.seconds, 0])[1] = run.seconds
+    ranks = {pid for _, pid in roles["rank"]}
+    for kill in run.kills:
+        kill.restarted = kill.restarted or bool(ranks - run.ranks)
+        if kill.others & {*processes}:
+            kill.until = run.seconds
+        for pid in kill.heirs.keys() & {*processes}:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/io") as file:
+                size = int(re.search(r"wchar: (\d+)", file.read())[1])  # to files and terminals
+                times, before = kill.heirs[pid]
+                if run.seconds - kill.seconds > args.orphans:
+                    times += size != before
+                kill.heirs[pid] = times, size
+                if times >= 3 and not run.failure:
+                    run.failure = (
+                        f"what the killed {kill.name} had started went on without it for more than"
+                        f" {args.orphans} s: {names({pid: processes[pid]})}")
+    run.ranks |= ranks
+
+
+def strike(args, run, kill, command, processes, roles):
     """Send SIGKILL to one of the kind that was drawn. Return whether there was one."""
-    # What torchrun itself starts for a moment is none of the script's workers.
-    those = [(name, pid) for name, pid in victims[kill.kind]
-             if not (args.has_ranks and name == "worker of the command")]
-    if not those:
+    if not (those := roles[kill.kind]):
         return False  # not now, between two starts, say
     kill.name, pid = those[int(kill.which * len(those))]
-    kill.seconds, kill.offset = run.seconds, os.path.getsize(f"{run.folder}/output.txt")
+    kill.seconds, kill.at, kill.last = run.seconds, run.count, run.last
+    heirs = heirs_of(processes, pid)
+    # With the launcher all must end, also what has taken another parent: a daemon.
+    kill.heirs = dict.fromkeys(heirs if kill.kind != "launcher" else {*processes} - {pid}, (0, -1))
+    kill.others = {other for _, other in roles["rank"] or roles["worker"]} - {pid}
+    run.keeps_lines |= any(map(command.keeps_lines, [pid, *heirs]))
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:  # it has just ended
@@ -314,107 +395,166 @@ def strike(args, run, kill, victims):
     return True
 
 
-def find_victims(mark, command):
-    """Return {kind: [(name, process id), ...]} of the command's processes."""
-    processes, found = family(mark), defaultdict(list)
-    launchers = {command, *(parent for parent, rank in processes.values() if rank
-                            and processes.get(parent, (0, rank))[1] is None)}
-    for pid, (parent, rank) in sorted(processes.items()):
-        if pid in launchers:
-            found["launcher"].append(("launcher", pid))
-        elif parent in processes:  # otherwise it is an orphan, about to end
-            name = f"rank {rank}" if rank else "the command"
-            if rank != processes[parent][1]:  # the launcher has given it this RANK
-                found["rank"].append((name, pid))
-            else:
-                found["worker"].append((f"worker of {name}", pid))
-    return found
+def names(processes):
+    return ", ".join(f"{pid} ({clip(process.name)})" for pid, process in processes.items())
 
 
-def family(mark):
-    """Return {process id: (that of its parent, RANK or None)} of all that carry the mark.
-
-    torchrun's ranks have sessions of their own, and orphans another parent: the mark finds them.
-    """
-    found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                variables = file.read().decode(errors="replace").split("\0")
-            if mark in variables:
-                with open(f"/proc/{pid}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-                ranks = [text[5:] for text in variables if text.startswith("RANK=")]
-                found[int(pid)] = parent, ranks[0] if ranks else None
-    return found
+def has_saved(args, folder):
+    """Return whether the command has left something: one of --file, or any file with content."""
+    for place, _, files in os.walk(f"{folder}/work"):
+        for name in (os.path.relpath(f"{place}/{name}", f"{folder}/work") for name in files):
+            with contextlib.suppress(OSError):  # it has just been moved
+                if ((name in args.file if args.file else name not in args.copies)
+                        and os.path.getsize(f"{folder}/work/{name}")):
+                    return True
+    return False
 
 
-def wait_for_orphans(args, run, mark, status):
-    """Wait until all processes have ended. Return a sentence if some do not, or work meanwhile.
-
-    They would write to the files of the next start, or do the work that it is to do.
-    """
-    def work():
-        return [*marks_of(args, run.lines())], files_of(args, run.folder)
-
-    ended, before = time.monotonic(), None
-    while left := family(mark):
-        seconds, failure = time.monotonic() - ended, ""
-        if seconds > args.patience:
-            failure = f"left behind after {args.patience} s"
-        elif status and seconds > args.orphans:
-            before = before or work()
-            if work() != before:
-                failure = f"went on without the launcher for more than {args.orphans} s"
-        if failure:
-            commands = []
-            for pid in left:
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-                    words = map(os.path.basename, file.read().split("\0"))
-                    commands.append(f"{pid} ({clip(' '.join(words))})")
-            return f"{failure}: {', '.join(commands)}"
-        time.sleep(PAUSE)
-    return ""
+# ---- The verdict ----
 
 
-def end(mark, process):
-    """Kill what is left, by process ids."""
-    while left := family(mark):  # again, as one may have started another
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(PAUSE)
-    if process:
-        process.wait()
-
-
-def result_of_reference(args, reference):
+def result_of_reference(args, run):
     """Return what all rounds must end with, in words. Stop if there is nothing to compare."""
-    lines = reference.lines()
-    if reference.failure:
-        why = [line for line in lines if "rror" in line] or lines or ["nothing"]
-        stop(f"the command fails undisturbed ({reference.failure}). It printed:"
-             f" {clip(why[-1], 200)}. (It runs in a new folder: give data by absolute paths)")
-    if not set(args.victims) & reference.seen.keys():
+    if run.failure:
+        stop(f"the command fails undisturbed ({run.failure}). It printed:"
+             f" {clip(run.error or 'nothing', 200)}. (It runs in a new folder: give data by"
+             " absolute paths)")
+    for (kind, _), (first, last) in run.lives.items():
+        if last - first > run.seconds / 10:  # not a child that lives for a moment
+            spans = run.seen.get(kind, (first, last))
+            run.seen[kind] = min(spans[0], first), max(spans[1], last)
+    if not set(args.victims) & run.seen.keys():
         stop(f"none of --victims {' '.join(args.victims)} was seen, but only:"
-             f" {' '.join(reference.seen) or 'nothing, as it ended at once'}")
-    line = args.line and last_match(args.line, lines)
-    files = [load(reference, name) for name in args.file]
-    if args.line and not line:
+             f" {' '.join(run.seen) or 'nothing, as it ended at once'}")
+    # Marks of the commonest kind: a script may print its epochs, and elsewhere its steps.
+    kinds = Counter(kind_of(mark) for mark in run.marks).most_common(1)
+    run.kind = kinds[0][0] if kinds else ()
+    run.marks = {mark: at for mark, at in run.marks.items() if kind_of(mark) == run.kind}
+    run.printed = [(at, mark) for at, mark in run.printed if mark in run.marks]
+    run.place = {mark: place for place, mark in enumerate(run.marks)}
+    # A mark that comes again and again, "step 1" of each epoch, does not say how far it has come.
+    seen = [run.place[mark] for _, mark in run.printed]
+    run.cyclic = 0 in seen[len(seen) // 2 + 1 :] and len(run.marks) > 2
+    end = {mark: at for at, mark in reversed(run.printed)}  # where each was first printed
+    finals = [final for final in run.results if final[0] >= max(end.values(), default=math.inf)]
+    finals, last = finals or run.results[-1:], run.results[-max(1, len(run.ranks)) :]
+    known = {words for _, words, _ in finals if run.marks}
+    finals += [final for final in last if final not in finals and final[1] not in known
+               and re.sub(r"\d", "", final[1]) == re.sub(r"\d", "", last[-1][1])]  # a faster rank's
+    run.finals = defaultdict(list)
+    for _, words, found in finals:
+        run.finals[words].append(found)
+    if args.line and not finals:
         stop(f"it prints nothing that matches {args.line!r}: let it print a checksum of its weights"
              " at the end, or give --line REGEX, or --file with the snapshot that it leaves")
-    if wrong := [file for file in files if isinstance(file, str)]:
+    if wrong := [file for file in (load(run, name) for name in args.file) if isinstance(file, str)]:
         stop(f"it {wrong[0]}: give --file as a path in the working directory, of a file that"
              " torch.load(weights_only=True) reads, or compare a printed line by --line")
-    return " and ".join(filter(None, (line, *args.file)))
+    if not run.saved:
+        stop("it leaves nothing in its working directory from which it could go on: let it save to"
+             " a relative path")
+    found = finals and clip(", ".join(text for *_, texts in finals for text in texts), 60)
+    return " and ".join(filter(None, (found, *args.file)))
+
+
+def judge(args, run, reference):
+    """Note why a round has failed, or what it proves."""
+    marks = [*reference.marks]
+    numbers = [tuple(number for _, number in mark) for mark in marks]
+    known = [(at, mark) for at, mark in run.printed if mark in reference.place]
+    places = [(at, reference.place[mark]) for at, mark in known]
+    # A script that prints every ten steps from its start on prints others when it goes on.
+    if numbers == sorted(numbers) and len(known) < len(run.printed):
+        places = [(at, reference.place.get(mark, bisect.bisect(
+            numbers, tuple(number for _, number in mark)) - 0.5)) for at, mark in run.printed]
+    said = {masked(line) for _, line in reference.resumed}
+    run.went_on, anew = False, None
+    for kill, ahead in zip(run.kills, [*run.kills[1:], None], strict=True):
+        end = ahead.at if ahead else math.inf
+        kill.place = max((place for at, place in places if at <= kill.at), default=None)
+        at, kill.line = next(((at, line) for at, line in run.resumed if kill.at < at <= end
+                              and masked(line) not in said), (kill.at, ""))
+        after = [place for where, place in places if kill.at < where <= end]
+        later = [place for where, place in places if at < where <= end]
+        if kill.place is not None and later:
+            kill.again = max(0, min(kill.place, max(later)) - min(later) + 1)
+        if kill.kind == "worker" and not kill.restarted:
+            continue
+        if kill.place is not None and not reference.cyclic:
+            if after and min(after) <= 0:
+                anew = max(kill.place, anew or 0)
+            else:
+                run.went_on |= bool(after or kill.line) or ahead is None
+        else:
+            run.went_on |= bool(kill.line)
+    if differs := difference(args, reference, run):
+        run.failure = differs if differs.startswith("not judged") else f"not equal: {differs}"
+    elif gap := undone(run, reference.marks, {place for _, place in places}):
+        first, last = (step(marks[place]) for place in gap)
+        what = f"nobody was seen to do {first}" + (f" to {last}" if first != last else "")
+        if run.keeps_lines:
+            run.note = f"{what}; but printed lines were lost in a buffer, as in a pipe: flush them"
+        else:
+            run.failure = f"{what} (the result is equal)"
+    elif anew is not None and anew + 1 >= max(2, len(marks) / 2):
+        run.failure = f"it began anew after {step(marks[int(anew)])}: its work was lost"
+    idle = not any(kill.restarted or kill.kind != "worker" for kill in run.kills)
+    run.proves = idle or run.went_on
+    run.how = ("went on" if run.went_on else "began anew" if anew is not None
+               else "nothing had to be started again" if idle
+               else "but proves nothing: killed before it had done anything" if reference.marks
+               and all(kill.place is None for kill in run.kills) else "not seen to go on")
+
+
+def undone(run, marks, places):
+    """Return (first, last) of the steps of which the round shows no trace, or ().
+
+    Unprinted may be a step that was done when the kill came, and what the other ranks did until
+    they noticed. marks: those of the undisturbed run, and when it printed them.
+    """
+    marks, seconds = [*marks], [*marks.values()]
+    whole = all(place == int(place) for place in places)
+    life = max(max(kill.until - kill.seconds, 0) for kill in run.kills)
+    for one, other in itertools.pairwise(sorted({-1, *places, len(seconds)})):
+        first, last = math.floor(one) + 1, math.ceil(other) - 1
+        if first > last:
+            continue
+        if seconds[last] - seconds[first] > 3 * life + 0.2:
+            return first, last
+        if first and one == first - 1 and whole:  # a step that takes long
+            begin, mark = run.marks[marks[first - 1]], marks[last + 1 : last + 2]
+            end = run.marks[mark[0]] if mark else math.inf
+            kills = [max(kill.seconds, kill.until) for kill in run.kills
+                     if begin <= kill.seconds < end]
+            need = seconds[last] - seconds[first - 1]
+            if kills and need > 1 and need > 2 * (max(kills) - begin) + 0.5:
+                return first, last
+    return ()
 
 
 def difference(args, reference, run):
     """Return in what the result of a run differs from the undisturbed one, or ""."""
-    if args.line:
-        found = last_match(args.line, run.lines())
-        if found != last_match(args.line, reference.lines()):
-            return clip(found, 40) if found else f"nothing printed matches {args.line!r}"
+    since = 0
+    for kill in reversed(run.kills):  # a worker that nobody missed costs nothing
+        since = kill.at
+        if kill.restarted or kill.kind != "worker" or run.count > kill.at:
+            break
+    for words, expected in reference.finals.items():
+        results = [result for result in run.results if result[1] == words]
+        if not results and not any(result[1] in reference.finals for result in run.results):
+            results = run.results  # its words change from run to run
+        texts = [found for at, _, found in results if at > since][-len(expected) :]
+        if not texts and results:
+            if not any(at > since for at, *_ in run.results):
+                return ("not judged: its result came before the last kill, and not again. Print it"
+                        " also if all is done, or give --file")
+            texts = [found for *_, found in results][-len(expected) :]  # of a rank that lived on
+        if sorted(texts) != sorted(expected):
+            if not texts and run.shells and run.kills[-1].kind == "launcher":
+                return ("no result, and status 0 though the launcher was killed: does a pipeline"
+                        " hide its status? Let the shell set -o pipefail")
+            return (clip(", ".join(text for found in texts for text in found))
+                    or f"nothing printed matches {args.line!r}")
     for name in args.file:
         if isinstance(file := load(run, name), str):
             return f"it {file}"
@@ -423,19 +563,18 @@ def difference(args, reference, run):
     return ""
 
 
-def last_match(regex, lines):
-    return next((found[0] for line in reversed(lines) if (found := re.search(regex, line))), None)
-
-
 def load(run, name):
     """Return [content of the file], the lines of a text, or a sentence if there is none."""
-    path = f"{run.folder}/work/{name}"
+    path, content = f"{run.folder}/work/{name}", None
     try:
         with contextlib.suppress(UnicodeDecodeError), open(path, encoding="utf-8") as file:
-            return [file.read().splitlines()]
-        import torch  # takes seconds, and texts do without
+            content = file.read().splitlines()
+        if content is None:
+            import torch  # takes seconds, and texts do without
 
-        return [torch.load(path, weights_only=True, map_location="cpu")]
+            content = torch.load(path, weights_only=True, map_location="cpu")
+        empty = isinstance(content, (list, dict, tuple)) and not any(map(str, content))
+        return f"left an empty {name}" if empty else [content]
     except FileNotFoundError:
         return f"left no {name}"
     except Exception as error:  # of many types
@@ -453,57 +592,100 @@ def first_difference(one, other, key):
         return next(filter(None, differences), "")
     torch = sys.modules.get("torch")
     if torch and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.shape) == (other.dtype, other.shape):
+        if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+            kinds = (f"{value.dtype} {[*value.shape]}" for value in (other, one))
+            return f"{key} is {', not '.join(kinds)}"
+        try:
+            if one.is_quantized or one.layout != torch.strided:
+                one, other = (value.dequantize() if value.is_quantized else value.to_dense()
+                              for value in (one, other))
             if one.is_floating_point():
                 one, other = one.double(), other.double()  # exact; 8 bits know no ==
             differ = (one != other) & ~(one.isnan() & other.isnan())
-            if not differ.any():
-                return ""
-            largest = (one[differ].cdouble() - other[differ].cdouble()).abs().max()
-            return f"{key} differs by {largest:.2g}, in {differ.sum()} of {differ.numel()} numbers"
-        one, other = (f"{value.dtype} {list(value.shape)}" for value in (one, other))
+            pairs = zip(one[differ].tolist(), other[differ].tolist(), strict=True)
+        except (RuntimeError, NotImplementedError) as error:  # a nested tensor, one without data
+            return f"{key} cannot be compared ({clip(str(error))})"
+        largest = max((abs(a - b) for a, b in pairs), default=None)
+        return "" if largest is None else (
+            f"{key} differs by {largest:.2g}, in {differ.sum()} of {differ.numel()} numbers")
     same = type(one) is type(other) and (one == other or repr(one) == repr(other))  # nan, say
     return "" if same else f"{key} is {clip(str(other))}, not {clip(str(one))}"
 
 
-def recoveries(args, run, reference):
-    """Yield, for each kill, (the line with which it went on, marks done again, marks skipped)."""
-    for number, kill in enumerate(run.kills, 1):
-        end = run.kills[number].offset if number < len(run.kills) else None
-        earlier = [*marks_of(args, run.lines(0, kill.offset), reference)]
-        after = run.lines(kill.offset, end)
-        at = next((i for i, line in enumerate(after) if re.search(args.resumed, line)), None)
-        later = [*marks_of(args, after[at or 0 :], reference)]
-        again, skipped = [], []
-        if earlier and later:
-            again = [mark for mark in reference.marks
-                     if min(later) <= mark <= min(max(earlier), max(later))]
-        if earlier and at is not None and (later or not end):
-            skipped = [mark for mark in reference.marks
-                       if max(earlier) < mark and not (later and mark >= min(later))]
-        yield after[at] if at is not None else "", again, skipped
+# ---- In words ----
 
 
-def describe(args, number, run, reference):
+def about_reference(args, reference):
+    """Yield what is to be known before the rounds."""
+    if args.names:
+        taken = "taken along, as it fails without" if args.copies else "not taken along"
+        yield f"{taken}: {' '.join(args.names)}"
+    if re.search(r"Error\b", reference.error):
+        yield f"the undisturbed run ended well, but printed {clip(reference.error, 100)}"
+    for shell in sorted(reference.shells):
+        yield f"{shell}: a signal, or a kill, ends that one alone. Let it end in: exec ..."
+    for _, line in reference.resumed[:1]:
+        yield f'the undisturbed run prints "{clip(line)}", too: it is no sign that it goes on'
+    if not reference.marks:
+        yield ('no line has "epoch 3" or "step 3": kills come by the clock, and work that is done'
+               " again, or by nobody, is not seen. Give --step REGEX")
+    elif reference.cyclic:
+        yield (f"{step(next(iter(reference.marks)))} comes again later: work that is done again is"
+               " not seen. Print epoch and step in one line, or give --step REGEX")
+
+
+def step(mark):
+    return " ".join(f"{word} {number}" for word, number in mark[:-1]).strip()
+
+
+def describe(number, run, reference):
     """Return the lines about a round."""
-    ways = [*recoveries(args, run, reference)]
-    run.went_on = any(line for line, *_ in ways)
-    how = run.failure or f"equal, {'went on' if run.went_on else 'not seen to go on'}"
+    how = run.failure or f"equal, {run.how}"
     starts = "once" if run.starts == 1 else f"{run.starts} times"
-    again = sum(len(marks) for _, marks, _ in ways) / max(1, len(reference.marks))
+    again = sum(kill.again for kill in run.kills) / max(1, len(reference.marks))
     again = f"{again:.0%} of the work done again, " if reference.marks else ""
     yield (f"round {number}: {how}; {len(run.kills)} killed, command started {starts},"
            f" {again}{run.seconds:.1f} s")
-    for kill, (line, *_) in zip(run.kills, ways, strict=True):
-        last = run.lines(0, kill.offset)[-1:]
-        when = f"after: {clip(last[0])}" if last else "before it printed anything"
+    for kill in run.kills:
+        when = f"after: {clip(kill.last)}" if kill.last else "before it printed anything"
         yield f"{kill.seconds:7.1f} s  {kill.name} killed {when}"
-        yield from (f"{'':11}{clip(text, 85)}" for text in [line] if text)
+        yield from (f"{'':11}{clip(text, 85)}" for text in [kill.line] if text)
+    if run.note:
+        yield f"{'':11}note: {run.note}"
     if run.failure:
+        if run.error and run.failure.startswith("status"):
+            yield f"{'':11}its error: {clip(run.error, 85)}"
         yield f"{'':11}what it printed: {run.folder}/output.txt"
 
 
+def summary(args, runs, reference):
+    """Return the lines about all rounds: what they prove, and what not."""
+    equal = [run for run in runs if not run.failure]
+    killed = Counter(kill.kind for run in runs for kill in run.kills)
+    yield (f"{len(equal)} of {len(runs)} rounds ended equal, {sum(run.went_on for run in equal)} of"
+           f" these went on; killed:"
+           f" {', '.join(f'{kind} {count}' for kind, count in sorted(killed.items()))}")
+    marks = [*reference.marks]
+    places = {int(kill.place) for run in equal if run.went_on for kill in run.kills
+              if kill.place is not None}
+    if places:
+        yield (f"proven: killed after {step(marks[min(places)])}, and up to"
+               f" {step(marks[max(places)])} of {step(marks[-1])}, it goes on, and ends equal")
+    open_ = [f"no {kind} was killed" for kind in args.victims if not killed[kind]]
+    if marks and len(marks) - 1 not in places:
+        open_.append(f"no kill fell between {step(marks[-1])} and the end")
+    if not any(run.went_on for run in runs):
+        open_.append("that it goes on: no line says so (--resumed REGEX), and no step shows it")
+    yield f"not proven: {'; '.join([*open_, 'several machines, power cuts'])}"
+
+
 # ---- Helpers that are no part of the lesson ----
+
+
+def new_folder(args, prefix, place):
+    with foreign_command.later():  # noted before a signal can end this
+        args.folders.append(tempfile.mkdtemp(prefix=prefix, dir=place))
+    return args.folders[-1]
 
 
 def clip(text, width=60):
@@ -534,7 +716,7 @@ def parse_args():
             ("starts", 8, "start the command at most so often in a round"),
             ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
             ("patience", 30, "seconds in which all must end once the launcher has ended"),
-            ("orphans", 2, "seconds in which they may still work, once it has failed"),
+            ("orphans", 2, "seconds in which what a victim has started may still work"),
             ("limit", None, f"seconds for a run; default: {LIMIT}; a round: 900 and 10 such runs")):
         if name not in ("seed", "limit"):
             text += f"; default: {default}"
@@ -556,15 +738,13 @@ def parse_args():
              " torchrun --standalone --nproc-per-node=2 --max-restarts=3 your_script.py")
     if min(n for n in (args.rounds, args.kills, args.starts, args.limit) if n is not None) < 1:
         stop("--rounds, --kills, --starts and --limit must be 1 or more")
-    if not os.path.exists("/proc/self/environ"):
-        stop("it finds processes by /proc: it needs Linux", status=1)
     args.line = args.line or (None if args.file else SHA256)
-    args.copies, args.command = [], []
+    args.names, args.copies, args.folders, args.command = [], [], [], []
     for word in command:
         if os.path.isfile(word) and (word.endswith(".py") or os.access(word, os.X_OK)):
-            word = os.path.abspath(word)  # not copied: it may import what lies beside it
+            word = os.path.abspath(word)  # it may import what lies beside it
         elif os.path.isfile(word) and word not in args.file and not word.startswith(("/", "..")):
-            args.copies.append(word)  # the command may write to it: each round has its own
+            args.names.append(word)
         args.command.append(word)
     return args
 

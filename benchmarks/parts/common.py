@@ -169,7 +169,6 @@ def finish(name, args, device, settings, figures, tables):
               "tables": [{"title": t, "columns": list(c), "rows": rows} for t, c, rows in tables]}
     line = json.dumps(result)
     print(line, flush=True)
-    args.results_dir.mkdir(parents=True, exist_ok=True)
     path = args.results_dir / f"{name}-{device}.json"
     path.write_text(f"{line}\n")
     try:
@@ -200,11 +199,21 @@ def number(text):
     return int(text)
 
 
+def folder(text):
+    """For options: a folder in which files can be made; made if it is not there."""
+    try:
+        pathlib.Path(text).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=text).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return pathlib.Path(text)
+
+
 def parser(description, rounds):
     """A parser with the options that all benchmarks have."""
     new = argparse.ArgumentParser(description=description.partition("\n")[0])
     new.add_argument("--rounds", type=number, default=rounds,
                      help=f"turns a side; default {rounds}")
-    new.add_argument("--results-dir", type=pathlib.Path, default=RESULTS,
+    new.add_argument("--results-dir", type=folder, default=RESULTS,
                      help="for the JSON and the picture; default benchmarks/results")
     return new

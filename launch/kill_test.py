@@ -275,7 +275,7 @@ def is_time(run, kill):
 
 def note_lines(args, run, lines, reference=None):
     """Note how far the script has come, what it says of its result, and that it goes on."""
-    with open(f"{run.folder}/output.txt", "a") as file:
+    with open(f"{run.folder}/output.txt", "a", encoding="utf-8") as file:
         file.writelines(f"{line.text}\n" for line in lines)
     for line in lines:
         text = line.text

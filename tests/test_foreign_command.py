@@ -1,6 +1,7 @@
 """launch/foreign_command.py reads whole lines, sees all processes of a command, and leaves none."""
 
 import os
+import re
 import signal
 import sys
 
@@ -10,15 +11,8 @@ from started import PYTHON, ROOT, end, read_until, start, wait_until
 sys.path.insert(0, str(ROOT / "launch"))
 import foreign_command
 
-# Where a process escapes: another parent, another session, another title, no environment.
-ESCAPES = """
-import ctypes, os, subprocess, sys, time
-if os.fork():
-    print("ranks", *"34"); print("no end", end=""); sys.stdout.flush(); time.sleep(600)
-os.environ["RANK"] = "3"
-subprocess.Popen(["setsid", "-f", "env", "-i", "RANK=4", "sleep", "601"])
-os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(602)"])
-"""
+SCRIPTS = dict(re.findall(r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
+                          (ROOT / "tests/killed.txt").read_text(), re.MULTILINE))
 WORDS = "import sys; sys.stdin.read()\nfor i in range(100): print('a', 'b', i, 'c', sep=' ')"
 
 
@@ -43,7 +37,7 @@ def test_lines_stay_whole(way):
 
 def test_all_processes_are_seen_and_ended():
     with foreign_command.cleaning_up():
-        command = foreign_command.start([PYTHON, "-c", ESCAPES])
+        command = foreign_command.start([PYTHON, "-c", SCRIPTS["escapes.py"]])
         wait_until(lambda: not command.read(0) and len(command.processes()) == 3, "three processes")
         assert {process.rank for process in command.processes().values()} == {None, "3", "4"}
         os.kill(command.process.pid, signal.SIGKILL)  # its children are adopted
@@ -53,21 +47,11 @@ def test_all_processes_are_seen_and_ended():
         assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-USES = """
-import sys; sys.path.insert(0, sys.argv[1])
-import foreign_command
-with foreign_command.cleaning_up(sys.argv[2]):
-    command = foreign_command.start(["sleep", "600"], prefix="kt")
-    print(command.process.pid, command.folder, flush=True)
-    while command.poll() is None:
-        command.read()
-"""
-
-
 @pytest.mark.parametrize("number", foreign_command.SIGNALS)
 def test_signals_leave_nothing(tmp_path, number):
     """The second signal comes while the first is being obeyed."""
-    process = start(PYTHON, "-c", USES, ROOT / "launch", tmp_path / "mine", cwd=tmp_path)
+    words = "-c", SCRIPTS["uses.py"], ROOT / "launch", tmp_path / "mine"
+    process = start(PYTHON, *words, cwd=tmp_path)
     try:
         (tmp_path / "mine").mkdir()
         pid, folder = read_until(process, "kt").split()
@@ -80,27 +64,13 @@ def test_signals_leave_nothing(tmp_path, number):
         end(process)
 
 
-REPORT = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "/a/train.py", line 7, in f
-[rank1]:     load()
-[rank1]: ValueError: no data
-E1127 10:00:00.000000 12 torch/distributed/elastic/multiprocessing/api.py:1041] failed (exitcode: 1)
-Traceback (most recent call last):
-  File "/bin/torchrun", line 8, in <module>
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-Root Cause (first observed failure):
-[0]:
-  time      : 2026
-"""
+REPORT = SCRIPTS["report"]
 
 
 @pytest.mark.parametrize(("printed", "error"), [
     (REPORT, "ValueError: no data (train.py:7)"),
     (REPORT[REPORT.index("E1127") :], ""),
     ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
-    ("one\nSegmentation fault\n", "Segmentation fault"),
 ])
 def test_the_error_of_the_script(printed, error):
     with foreign_command.cleaning_up():

@@ -16,50 +16,11 @@ from started import ACTIVE, PYTHON, ROOT, end, family, read_until, run, start, w
 KILL_TEST, LONG = ROOT / "launch/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
 ONCE = ("--rounds", 1, "--kills", 1, "--seed", 1027)
-# A launcher, which restarts two ranks, one with a worker; without torch. Rank 0 saves 40 steps.
-JOB = """
-import hashlib, json, os, socket, subprocess, sys, time
-how, sleeper, parent = sys.argv[1], None, os.getppid()
-socket.socket(socket.AF_UNIX).bind(f"{os.environ['TMPDIR']}/{os.getpid():031d}")  # as torch does
-path = "state.json"
-if "RANK" in os.environ:
-    if os.environ["RANK"] == "1":  # its worker ends with it, by the pipe
-        work = "import sys; print('worker starts'); sys.stdin.read(); print('worker ends')"
-        subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE)
-    step, state = json.loads(os.environ["STATE"])
-    print(f"resumed at step {step}" if step else "starts")
-    time.sleep(600 if how == "hangs" and os.environ["ATTEMPT"] != "0" else 0)
-    while step < 40:
-        time.sleep(0.02)
-        if os.getppid() != parent:
-            sys.exit("the launcher is dead")
-        step, state = step + 1, hashlib.sha256(f"{state} {step}".encode()).hexdigest()
-        if os.environ["RANK"] == "0":
-            with open("new", "w") as file:
-                json.dump([step - (how == "repeats"), state], file)
-            os.replace("new", path)
-            print(f"step {step}/40")
-    if os.environ["RANK"] == "0":
-        print("the end" if how == "silent" else f"the end, sha256 {state}")
-    sys.exit(how == "fails")
-if how == "leaves":
-    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
-for attempt in range(9 if how != "fails" else 1):
-    saved = os.path.exists(path) and how != "begins anew"
-    state = open(path).read() if saved else '[0, ""]'  # alike for both ranks
-    env = {**os.environ, "ATTEMPT": str(attempt), "STATE": state}
-    ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**env, "RANK": r}) for r in "01"]
-    while {None} <= {rank.poll() for rank in ranks} <= {None, 0}:
-        time.sleep(0.01)
-    if failed := any(rank.poll() for rank in ranks):
-        for rank in ranks:
-            rank.kill(), rank.wait()
-    else:
-        break
-if sleeper:
-    sleeper.kill()
-sys.exit(failed)
-"""
+# {name: text of a script}; names with "|" are cases.
+SCRIPTS = dict(re.findall(r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
+                          (ROOT / "tests/killed.txt").read_text(), re.MULTILINE))
+CASES = [[word.strip() for word in name.split("|", 3)] for name in SCRIPTS if "|" in name]
+JOB = SCRIPTS["job.py"]
 
 
 def kill_test(folder, *options, how="survives"):
@@ -117,12 +78,6 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     assert ("note: one more undisturbed run was equal" in result.output) == (how == "repeats")
     path = re.search("what it printed: (.+)", result.output)[1]
     assert "step " in pathlib.Path(path).read_text()
-
-
-# {name: text of a script}; names with "|" are cases.
-SCRIPTS = dict(re.findall(r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
-                          (ROOT / "tests/killed.txt").read_text(), re.MULTILINE))
-CASES = [[word.strip() for word in name.split("|", 3)] for name in SCRIPTS if "|" in name]
 
 
 @pytest.mark.parametrize(("name", "options", "status", "said"), [

@@ -514,7 +514,9 @@ def undone(run, marks, places):
     """
     marks, seconds = [*marks], [*marks.values()]
     whole = all(place == int(place) for place in places)
-    life = max(max(kill.until - kill.seconds, 0) for kill in run.kills)
+    life = max((kill.until - kill.seconds for kill in run.kills if kill.kind != "launcher"),
+               default=0)
+    life = max(life, 0)  # of others, after the one that prints may have been killed
     for one, other in itertools.pairwise(sorted({-1, *places, len(seconds)})):
         first, last = math.floor(one) + 1, math.ceil(other) - 1
         if first > last:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import io
 import json
+import linecache
 import os
 import re
 import runpy
@@ -63,7 +64,8 @@ def count_synchronisations():
         while frame:
             path = frame.f_code.co_filename
             if path.startswith(ROOT) and path != os.path.abspath(__file__):
-                where = f"{os.path.basename(path)}:{frame.f_lineno}"
+                line = linecache.getline(path, frame.f_lineno).strip()
+                where = f"{os.path.basename(path)}: {line[:70]}"
                 break
             frame = frame.f_back
         counts[where] += 1

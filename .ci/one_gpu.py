@@ -569,7 +569,8 @@ def in_words(value):
     if isinstance(value, list):
         if len(value) >= 3 and all(isinstance(each, int | float) for each in value):
             return f"{value[0]} ({value[1]} to {value[2]})"  # a median, the least and the most
-        return f"{len(value)} lines in the report" if len(value) > 2 else " / ".join(map(str, value))
+        return f"{len(value)} lines in the report" if len(value) > 2 else " / ".join(
+            map(str, value))
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)[:200]
 
 

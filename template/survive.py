@@ -74,10 +74,9 @@ def start(timeout=600):
     # (Each machine counts its own attempts: several need new stores, see below.)
     attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # torchrun serves it, or rank 0. Do not wait yet: roll_call does
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit,
-            is_master=rank == 0 and not SHARED_STORE,  # else torchrun serves it
-            wait_for_workers=False, multi_tenant=True)  # do not wait yet: roll_call does
+            is_master=rank == 0 and not SHARED_STORE, wait_for_workers=False, multi_tenant=True)
         if one_machine:
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)
@@ -445,8 +444,8 @@ def compare(**parts):
 
     parts: name=object with a state_dict(), or tensors, arrays, numbers, texts, and objects that
     hold such, in tuples, lists, dicts. It stops (status 1) at what it cannot look into. All ranks
-    call it. Without it, machines may train on different data, and replicas drift unseen (if layers
-    are unfrozen after DDP(), say): each restart hides it by one rank's file.
+    call it. Without it, machines may train on different data, and replicas drift unseen: each
+    restart hides it by one rank's file.
     """
     states, rows = {name: its.state_dict() if hasattr(its, "state_dict") else its
                     for name, its in parts.items()}, []
@@ -468,11 +467,12 @@ def compare(**parts):
 
 def checksum(leaf):
     """Return the type and the sha256 of what it holds: no address counts, and no set's order."""
-    kind, array = type(leaf).__qualname__, leaf
+    kind = type(leaf).__qualname__
     if torch.is_tensor(leaf):
-        array = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if isinstance(array, numpy.ndarray) and not array.dtype.hasobject:
-        return f"{leaf.dtype} {[*leaf.shape]}", sha256(array.tobytes())
+        its = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{leaf.dtype} {[*leaf.shape]}", sha256(its)  # without a copy
+    if isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
+        return f"{leaf.dtype} {[*leaf.shape]}", sha256(leaf.tobytes())
     if isinstance(leaf, set | frozenset):
         return kind, sha256(sorted(map(checksum, leaf)))
     if leaf is None or isinstance(
@@ -484,7 +484,7 @@ def checksum(leaf):
 
 
 def sha256(value):
-    content = value if isinstance(value, bytes) else repr(value).encode()
+    content = value if isinstance(value, bytes | numpy.ndarray) else repr(value).encode()
     return hashlib.sha256(content).hexdigest()[:12]
 
 
@@ -548,8 +548,8 @@ def leave_on_sigterm(ctrl_c=False):
 def obey_rank(worker):
     """Let a loader's worker end with its rank, and not before: DataLoader's worker_init_fn.
 
-    worker: its number. Without it, torchrun's SIGTERM, which the workers get, too, ends them at
-    once, and their rank fails; a worker whose rank is killed in its first moments stays for ever.
+    Without it, torchrun's SIGTERM, which the workers get, too, ends them at once, and their rank
+    fails; a worker whose rank is killed in its first moments stays for ever.
     """
     if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the steps there
         return

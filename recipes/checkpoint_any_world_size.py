@@ -9,8 +9,8 @@
 
 With fully_shard() (FSDP2), each rank (process) keeps one part of every weight, a shard. Here dcp is
 torch.distributed.checkpoint. Every rank saves its shards, and a table says where each one belongs.
-Later, every rank reads what its own shards need, however many ranks there are. The other functions
-stand below. All ranks need the folder: on several machines, a shared disk.
+Later, every rank reads what its own shards need. The other functions stand below. All ranks need
+the folder: on several machines, a shared disk.
 
     torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py
 
@@ -72,11 +72,13 @@ def save_shards(model, optimizer, step, root, **others):
 def state_of(model, optimizer, step, **others):
     """The state to save: the shards of this rank, not copied, and the step.
 
-    others: scheduler=scheduler, and all else with a state_dict() that is the same on all ranks.
-    Before the optimizer's first step, use this to load, and not to save: see load_folder().
+    others: scheduler=scheduler, and all else with a state_dict(). Of these, and of buffers, one
+    rank's are saved: if they differ, share them before (BatchNorm's: weights_to_serve.py). Before
+    the optimizer's first step, use this to load, and not to save: see load_folder().
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    states = {name: other.state_dict() for name, other in others.items()}
+    # In a tuple: dcp would cut a dict into its keys, and load those that are there already.
+    states = {name: (other.state_dict(),) for name, other in others.items()}
     return {"model": model_state, "optimizer": optimizer_state, "step": step, **states}
 
 
@@ -135,14 +137,15 @@ def load_folder(model, optimizer, folder, group=None, **others):
     A folder saved without that loads with dcp.load(..., planner=dcp.DefaultLoadPlanner(
     allow_partial_load=True)), but then nothing that is missing raises an error.
     """
-    # A template: what to load, and into which shards. A new optimizer has no state. So torch takes
-    # a step that changes no weight, but adds 1 to AdamW's count. Loading overwrites that.
+    model.zero_grad()  # where gradients are, torch makes no state to load into
+    # A template: what to load, and into which shards. A new optimizer has no state: torch takes a
+    # step that changes no weight, but adds 1 to AdamW's count. Loading overwrites that.
     state = state_of(model, optimizer, 0, **others)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=state["model"],
                    optim_state_dict=state["optimizer"])
     for name, other in others.items():
-        other.load_state_dict(state[name])
+        other.load_state_dict(state[name][0])
     return state["step"]
 
 
@@ -151,8 +154,7 @@ def save_shards_async(model, optimizer, step, root, group, **others):
 
     All ranks must call that function: soon, before the next save, and before the job ends.
     group: dist.new_group(backend="gloo"), made once. A thread saves while the main thread trains.
-    If both used one group of Gloo, their messages would mix, and the job would abort or hang.
-    async_save() is experimental in torch 2.15.
+    If both used one group of Gloo, the job would abort or hang. async_save() is experimental.
     """
     folder = new_folder(root, step)
     pending = dcp.async_save(state_of(model, optimizer, step, **others), checkpoint_id=folder,

@@ -13,7 +13,8 @@ Clipping limits the norm of the gradient. GradScaler multiplies the loss, so tha
 not become 0 in float16. DistributedDataParallel (DDP) averages the gradients over the ranks
 (processes): the exchange. With no_sync() it comes in the last micro-batch's backward() (see
 recipes/accumulate.py). Unscale and clip after it. Then all ranks have the same gradient, so they
-find the same norm, and skip the same steps. loss_of() is your forward pass, under autocast.
+find the same norm, and skip the same steps. loss_of() is your forward pass, under autocast. Freeze
+(requires_grad_(False)) what no optimizer has: its gradient stays scaled, and would be in the norm.
 
     torchrun --standalone --nproc-per-node=2 recipes/clip_and_scale.py
 
@@ -23,12 +24,13 @@ find the same norm, and skip the same steps. loss_of() is your forward pass, und
     [rank 0/2] clip before unscale_     norm 15083, step of 7.8e-07, off by 1.0e+00
     [rank 0/2] inf on rank 1 alone: every rank skips the step, and goes on with 32768 for 65536
     [rank 0/2] inf on rank 1 alone, no scaler: 8320 of 8320 weights are nan; if isfinite(): 0
+    [rank 0/2] nan for one of two optimizers: 4160 weights of the other are nan; if isfinite(): 0
 
 Clipping each micro-batch changes the direction: it shrinks the ranks' gradients by different
 factors before they are averaged. Clipping before unscale_() limits the scaled gradient: the step is
 65536 times too small. An inf on one rank is in the average, so all ranks skip that step. Do not
 skip a bad batch on one rank yourself: the others would wait for it in backward(). A snapshot must
-hold scaler.state_dict().
+hold scaler.state_dict(). With several optimizers, see step_of_several().
 
 With bfloat16, leave the scaler out, and look at the norm: it is the same on all ranks. (FSDP2
 returns a DTensor: norm.full_tensor().) Otherwise one inf makes weights nan for good, since clipping
@@ -68,6 +70,18 @@ def clip_after_exchange(model, optimizer, scaler, micro_batches):
     scaler.update()
     optimizer.zero_grad()
     return norm.item()
+
+
+def step_of_several(model, optimizers, scaler, look=True):
+    """The right way with several optimizers, if look: after unscale_(), clipping spreads a nan."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+    if not look or norm.isfinite():  # the scaler skips only those in which it saw a nan itself
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad()
 
 
 def step_without_scaler(model, optimizer, inputs, targets, look):
@@ -111,6 +125,7 @@ def main():
     compare_clipping()
     overflow_on_one_rank()
     overflow_without_scaler()
+    nan_for_one_of_two_optimizers()
     gc.collect()  # otherwise what is left of DDP can abort the process at its exit
     dist.destroy_process_group()
 
@@ -168,6 +183,21 @@ def overflow_without_scaler():
         f" if isfinite(): {max(nans[1])}")
     if nans != [{after.numel()}, {0}] or not torch.equal(after, before):
         raise RuntimeError(f"nan weights without and with the check: {nans}")
+
+
+def nan_for_one_of_two_optimizers():
+    found = []
+    for look in (False, True):
+        model, _, scaler = new_model_and_scaler()
+        optimizers = [torch.optim.SGD(model.module[i].parameters(), lr=1.0) for i in (0, 2)]
+        scaler.scale(loss_of(model, *own_micro_batches(*make_rows())[0])).backward()
+        model.module[0].bias.grad.fill_(math.nan)  # as if its layer's backward() had overflowed
+        step_of_several(model, optimizers, scaler, look)
+        found.append((flat_weights(model).isnan().sum().item(), scaler.get_scale()))
+    log(f"nan for one of two optimizers: {found[0][0]} weights of the other are nan; if isfinite():"
+        f" {found[1][0]}")
+    if found != [(4160, 32768), (0, 32768)]:
+        raise RuntimeError(f"two optimizers: nan weights, and the scale: {found}")
 
 
 def make_rows():

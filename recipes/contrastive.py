@@ -30,7 +30,8 @@ The loss needs no factor: it is each rank's mean over its own rows, and Distribu
 common mistakes. If every rank computes the loss of the whole batch, but sends gradients back to its
 own rows only, DDP's mean makes them too small: 1/2 on 2 ranks. The number of ranks as a factor on
 the loss mends this for the encoder. It makes the gradient of a learned scale (inverse temperature)
-too large instead.
+too large instead. With no_sync() and micro-batches, the negatives are those of a micro-batch only:
+another gradient, off by 4.5e-01 with two.
 
 Now write it yourself: exercises/12_gather_with_gradients.py.
 """
@@ -43,6 +44,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group: imported later, by DDP, it would hold that
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -57,6 +59,7 @@ class AllGather(torch.autograd.Function):
         return torch.cat(gather_parts(rows))
 
     @staticmethod
+    @once_differentiable  # a second derivative (a gradient penalty) would be wrong
     def backward(ctx, gradient):
         # gradient: of this rank's loss, for the rows of all ranks. A row needs its gradient of all
         # ranks' losses. reduce_scatter adds up each part over the ranks; part r goes to rank r.
@@ -68,14 +71,15 @@ class AllGather(torch.autograd.Function):
 
 def gather_parts(rows):
     """Return a list of each rank's rows. No gradient goes back through it, even to the own rows."""
+    rows = rows.contiguous()  # and so are the parts: NCCL wants both
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rows.contiguous())
+    dist.all_gather(parts, rows)
     return parts
 
 
 def loss_of_rows(a, b, all_a, all_b, scale, first):
     """The mean loss of some of all pairs: row i of a and of b is row first + i of all rows."""
-    target = torch.arange(len(a)) + first
+    target = torch.arange(len(a), device=a.device) + first
     return cross_entropy(scale * a @ all_b.T, target) + cross_entropy(scale * b @ all_a.T, target)
 
 

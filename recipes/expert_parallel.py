@@ -1,11 +1,11 @@
 """How do I put the experts of a mixture of experts on different ranks?
 
-    model = YourModel()  # its mixtures: ExpertParallel(width, experts, top, new_expert), below
-    experts = parameters_of_experts(model)  # below, too: what this rank alone has
+    model = YourModel().to(device)  # its mixtures: ExpertParallel(width, experts, top, new_expert)
+    experts = parameters_of_experts(model)  # what this rank alone has; all functions stand below
     for block in model.blocks:
         fully_shard(block, ignored_params=set(experts))
     fully_shard(model, ignored_params=set(experts))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": experts}, {"params": rest_of(model, experts)}])
 
     outputs, balance = model(inputs)  # this rank's own rows
     (mean_loss(outputs, targets) + 0.01 * balance).backward()
@@ -13,14 +13,14 @@
     norm = clip_with_experts(model, experts, MAX_NORM)  # in place of clip_grad_norm_
 
 A mixture of experts is a layer with many experts (networks of one shape) and a router, which sends
-each token to a few of them. Here each rank (process) has some of the experts. An all-to-all, in
-which each rank sends other rows to each rank, takes the tokens to their experts. Another one brings
-the results back. In the backward pass, the gradients go the other way (Exchange).
+each token to a few of them. Here each rank (process) has some of the experts. An all-to-all takes
+the tokens to their experts. Another one brings the results back. Gradients go back (Exchange).
 
 An expert has tokens of all ranks, so it gets the gradients of all ranks' losses, added up. The loss
-of the whole batch is the mean of these losses: divide by the number of ranks. FSDP2 (fully_shard)
-and DDP (DistributedDataParallel) do so with all else, and must leave the experts alone. For DDP,
-see wrap_ddp(), which needs a private function of torch. Start the rest equal on all ranks.
+of the whole batch is their mean: divide by the number of ranks. FSDP2 (fully_shard) and DDP
+(DistributedDataParallel) do so with all else, and leave the experts alone: you move these to the
+device. On a GPU, AdamW updates all of a group at once, and fails if tensors are among DTensors:
+hence two groups. Start the rest equal on all ranks. For DDP, take wrap_ddp(), partly private.
 
     torchrun --standalone --nproc-per-node=4 recipes/expert_parallel.py
 
@@ -37,22 +37,18 @@ see wrap_ddp(), which needs a private function of torch. Start the rest equal on
 
 With 9 experts, the router never chooses the last three, so rank 3 gets no row. It must still run
 its experts, on 0 rows. If it makes an empty tensor instead, autograd skips the exchanges there, and
-the others wait in them until their timeout (here after 5 s). All ranks must call the layer equally
-often, in evaluation, too.
+the others wait until their timeout. All ranks must call the layer equally often, evaluating, too.
 
 DDP(model) overwrites the experts of all ranks by those of rank 0. So does
 DDP(torch.compile(model)), which changes the names: compile what DDP() returns. If you forget the
 division, AdamW without clipping hides it. With DDP, clip_grad_norm_ knows this rank's experts only:
-each rank has another norm, and the copies of the rest drift apart, without an error. (With FSDP2,
-it raises "got mixed torch.Tensor and DTensor".) So does a GradScaler: take bfloat16 by autocast.
+each rank has another norm, and the copies of the rest drift apart, without an error. So does a
+GradScaler: take bfloat16 by autocast. (FSDP2's MixedPrecisionPolicy leaves the experts in float32.)
 
-The balance is the loss of Switch Transformers (Fedus, Zoph and Shazeer, 2021), by the experts'
-shares in the tokens of all ranks of the group. No token is dropped here: one rank may get them all.
+The balance is a loss (Fedus, Zoph, Shazeer, Switch Transformers, 2021). Here no token is dropped.
 
-A rank's state_dict() has its own experts only. Save by torch.distributed.checkpoint, as
-checkpoint_any_world_size.py does, with StateDictOptions(flatten_optimizer_state_dict=True). (Tried,
-but not here.) all_to_all_single_autograd, in torch.distributed._functional_collectives (private),
-does what Exchange does.
+A rank's state_dict() has its own experts only. Save as in checkpoint_any_world_size.py, but with
+StateDictOptions(flatten_optimizer_state_dict=True), in get_ and set_state_dict (tried, not here).
 """
 
 import gc
@@ -119,32 +115,35 @@ class ExpertParallel(nn.Module):
         rows = tokens.flatten(0, -2)
         probabilities = self.router(rows).softmax(dim=1)
         weights, chosen = probabilities.topk(self.top, dim=1)  # (n, top) each
-        order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank, too
-        counts = chosen.flatten().bincount(minlength=probabilities.shape[1])  # for each expert
+        by_expert, order = chosen.flatten().sort(stable=True)  # and so by rank, too
+        limits = torch.arange(probabilities.shape[1] + 1, device=rows.device)
+        counts = torch.searchsorted(by_expert, limits).diff()  # for each expert
 
         # A rank must know how much it will receive, so the counts travel first.
         ranks, own = len(self.held), len(self.experts)
         arriving = counts.new_empty(ranks * own)  # from each rank, for each expert here
         dist.all_to_all_single(arriving, counts, [own] * ranks, self.held, self.group)
         arriving = arriving.view(ranks, own)
-        send = torch.stack([part.sum() for part in counts.split(self.held)]).tolist()
-        receive = arriving.sum(dim=1).tolist()
+        send = torch.stack([part.sum() for part in counts.split(self.held)])
+        # Here the CPU waits for a GPU, once in each layer.
+        sizes = torch.cat([send, arriving.sum(dim=1), arriving.sum(dim=0)]).tolist()
+        send, receive, loads = sizes[:ranks], sizes[ranks:2 * ranks], sizes[2 * ranks:]
 
         arrived = Exchange.apply(rows[order // self.top], send, receive, self.group)
         arrived.requires_grad_(torch.is_grad_enabled())  # with frozen experts, too
-        back = Exchange.apply(self.run_experts(arrived, arriving), receive, send, self.group)
+        back = Exchange.apply(self.run_experts(arrived, arriving, loads), receive, send, self.group)
         outputs = back[order.argsort()].unflatten(0, chosen.shape) * weights.unsqueeze(2)
         dist.all_reduce(counts, group=self.group)  # the shares of the experts in all ranks' tokens
         shares = (counts.double() / counts.sum()).to(probabilities.dtype)
         balance = len(shares) * (shares * probabilities.mean(dim=0)).sum()  # 1 if all is even
         return outputs.view(*tokens.shape[:-1], self.top, -1).sum(dim=-2), balance
 
-    def run_experts(self, arrived, arriving):
-        """arrived: by sender, then by expert. arriving: (ranks, own experts), how many of each."""
-        ranks, own = arriving.shape
-        numbers = torch.arange(own, device=arrived.device).repeat(ranks)  # of the experts
-        by_expert = numbers.repeat_interleave(arriving.flatten()).argsort(stable=True)
-        parts = arrived[by_expert].split(arriving.sum(dim=0).tolist())
+    def run_experts(self, arrived, arriving, loads):
+        """arrived: by sender, then by expert. arriving: (ranks, own experts); loads: its sums."""
+        numbers = torch.arange(len(loads), device=arrived.device).repeat(len(arriving))
+        numbers = numbers.repeat_interleave(arriving.flatten(), output_size=len(arrived))
+        by_expert = numbers.argsort(stable=True)
+        parts = arrived[by_expert].split(loads)
         # An expert without tokens runs, too: this gives a gradient of 0, and keeps the way back.
         outputs = [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
         return torch.cat(outputs)[by_expert.argsort()]
@@ -159,8 +158,14 @@ def names_of_experts(model):
 
 def parameters_of_experts(model):
     """Return the parameters that this rank alone has. Call it before DDP() or torch.compile()."""
-    names = names_of_experts(model)
+    names = set(names_of_experts(model))
     return [p for name, p in model.named_parameters() if name in names]
+
+
+def rest_of(model, experts):
+    """Return the other parameters. Call it after fully_shard() or DDP()."""
+    known = set(experts)
+    return [p for p in model.parameters() if p not in known]
 
 
 def divide_by_ranks(experts):
@@ -173,10 +178,9 @@ def divide_by_ranks(experts):
 def clip_with_experts(model, experts, max_norm, group=None):
     """clip_grad_norm_ for a model whose experts are on the ranks of a group. Return the norm.
 
-    experts: parameters that this rank alone has. All ranks have the others, whole or in shards
-    (DTensor). All ranks must call it.
+    experts: parameters that this rank alone has. All ranks must call it.
     """
-    rest = [p for p in model.parameters() if p not in set(experts)]
+    rest = rest_of(model, experts)
     norms = [get_total_norm([p.grad for p in part if p.grad is not None])
              .to(next(model.parameters()).device) for part in (experts, rest)]
     others = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
@@ -211,19 +215,22 @@ def clip_alone(model, experts, max_norm):
 class SkipsIdleExperts(ExpertParallel):
     """Wrong: if no row arrives, this cuts the graph, and backward() leaves out the exchanges."""
 
-    def run_experts(self, arrived, arriving):
-        return super().run_experts(arrived, arriving) if len(arrived) else torch.empty_like(arrived)
+    def run_experts(self, arrived, *sizes):
+        return super().run_experts(arrived, *sizes) if len(arrived) else torch.empty_like(arrived)
 
 
 def train(model, inputs, targets, wrapper=wrap, divide=divide_by_ranks, clip=None):
     """The right way, unless you ask for another one."""
     experts = parameters_of_experts(model)
     model = wrapper(model)
+    groups = [{"params": experts}, {"params": rest_of(model, experts)}]
+    optimizer = torch.optim.AdamW(groups, foreach=True)  # as it is on a GPU by default
     outputs, balance = model(inputs)
     (mse_loss(outputs, targets) + 0.01 * balance).backward()
     divide(experts)
     if clip:
         clip(model, experts, MAX_NORM)
+    optimizer.step()
 
 
 def main():
@@ -241,9 +248,9 @@ def main():
     alone = off_by("clipped by each rank's own norm", wrapper=wrap_ddp, clip=clip_alone)
     waiting = wait_in_vain(ranks)
     log(f"idle experts skipped: forward works; in backward(), ranks {waiting} wait in vain")
+    right = max(max(row) for row in right)
     claims = {
-        "the right ways have the gradient of one process": (
-            all(x < 1e-12 for row in right for x in row)),
+        "the right ways have the gradient of one process": right < 1e-12,
         "not divided, they are wrong by the ranks": abs(sums[0] - (ranks - 1)) < 1e-9,
         "DDP around all, or own norms, are wrong": copies[0] > 0.1 and min(alone) > 1e-3,
         f"all ranks but the idle one wait, and not {waiting}": waiting == [*range(ranks - 1)]}
@@ -279,14 +286,14 @@ def wait_in_vain(ranks):
     group = dist.new_group(timeout=timedelta(seconds=5))
     model = Model(SkipsIdleExperts, 2 * ranks + 1, idle=3, group=group).double()
     inputs, targets = rows_of(dist.get_rank())
-    loss, failed = mse_loss(model(inputs)[0], targets), False
+    loss, failed = mse_loss(model(inputs)[0], targets), torch.zeros(ranks)
     try:
         loss.backward()
     except RuntimeError:  # "Timed out waiting ..." or "Connection closed by peer ..."
-        failed = True
-    failed = [rank for rank, it_did in enumerate(gathered(failed)) if it_did]
+        failed[dist.get_rank()] = 1
     dist.destroy_process_group(group)  # a timeout has broken it
-    return failed
+    dist.all_reduce(failed)
+    return failed.nonzero().flatten().tolist()
 
 
 class OneProcess(nn.Module):
@@ -331,13 +338,6 @@ def rows_of(*ranks):
     torch.manual_seed(SEED)  # every rank makes the rows of all
     rows = torch.randn(2, dist.get_world_size(), ROWS, WIDTH, dtype=torch.float64)
     return rows[:, ranks].flatten(1, 2)
-
-
-def gathered(value):
-    """Return every rank's value, in rank order. All ranks must call it."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)  # any Python object, sent as a pickle
-    return values
 
 
 def log(message):

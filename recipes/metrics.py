@@ -1,8 +1,9 @@
 """How do I compute a metric that is no mean (AUC, F1, median) over all ranks?
 
+    cpus = dist.new_group(backend="gloo")  # once, on all ranks; NCCL would gather on each GPU
     shares = [None] * dist.get_world_size()
     own = [column.cpu().clone() for column in (scores, labels)]  # the ranks' sizes may differ
-    dist.all_gather_object(shares, own)
+    dist.all_gather_object(shares, own, group=cpus)
     scores, labels = (torch.cat(column) for column in zip(*shares, strict=True))
     value = metric(scores, labels)  # of all rows, on every rank
 
@@ -35,16 +36,17 @@ import torch
 import torch.distributed as dist
 
 
-def metric_of_all_rows(metric, scores, labels):
+def metric_of_all_rows(metric, scores, labels, cpus=None):
     """The right way for any metric: the lines above.
 
     scores, labels: this rank's rows, tensors of equal length. The ranks' rows come in rank order.
+    cpus: a group of Gloo. With NCCL's, each GPU needs memory for the largest share times the ranks.
     """
     shares = [None] * dist.get_world_size()
     # all_gather() takes equal shapes only. cpu(): a tensor on GPU 1 arrives on GPU 1, on every
     # rank, although that GPU is rank 1's. clone(): a slice would take the whole tensor along.
     own = [column.cpu().clone() for column in (scores, labels)]
-    dist.all_gather_object(shares, own)  # if rank 0 alone needs them: gather_object sends less
+    dist.all_gather_object(shares, own, group=cpus)  # for rank 0 alone: gather_object
     scores, labels = (torch.cat(column) for column in zip(*shares, strict=True))
     value = metric(scores, labels)
     return value

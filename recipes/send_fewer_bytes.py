@@ -26,8 +26,9 @@ rank (process) takes its own steps, and every few steps the ranks average their 
 The MB are those of the tensors that each rank gives to all_reduce(). PowerSGD sends its first 10
 steps whole here. "No error feedback" and "rank 0's weights" show two mistakes. Error feedback, on
 by default, adds what was not sent in one step to the gradient of the next. Without it, that part is
-lost. It costs memory. With local SGD, the ranks' weights differ between two averages. Average them
-on all ranks before you evaluate or save, and a BatchNorm's buffers, too. PostLocalSGDOptimizer in
+lost. It costs memory; while it sends, PowerSGD holds two more copies of a bucket (with one bucket,
+of all gradients). With local SGD, the ranks' weights differ between two averages. Average them on
+all ranks before you evaluate or save, and a BatchNorm's buffers, too. PostLocalSGDOptimizer in
 torch.distributed.optim averages after your optimizer's step, with a PeriodicModelAverager; without
 no_sync() or the post_localSGD_hook, DDP goes on to send the gradients, too.
 

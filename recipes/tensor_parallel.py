@@ -38,9 +38,11 @@ group must drop the same units of what they all hold. Between "up" and "down", e
 hidden units, and equal masks mean less variety: draw those from a torch.Generator() of their own,
 seeded with seed_of_group(mesh, step) * mesh["tp"].size() + mesh["tp"].get_local_rank().
 
-A layer outside the plan trains, but its gradient is a plain tensor, or is on another mesh.
-clip_grad_norm_ then fails. Give the layer a place in the plan, or, if it cannot be split (a
-LayerNorm, say), clip with clip_by_mesh below. To train several groups, use fully_shard. DDP can
+A layer outside the plan is a plain tensor, or is on another mesh. clip_grad_norm_ then fails, and
+on a GPU so does the optimizer's first step: it takes all of a group of parameters at once. Give the
+layer a place in the plan. If it cannot be split (a LayerNorm, say), use two functions from below:
+torch.optim.AdamW(by_mesh(model.parameters())), which makes a group for each mesh, and clip_by_mesh,
+in place of clip_grad_norm_. To train several groups, use fully_shard. DDP can
 wrap split layers, as DDP(model, device_mesh=mesh["dp"]), but an optimizer made before trains
 nothing. After the first forward pass parameters() and state_dict() are empty, without an error.
 
@@ -97,7 +99,7 @@ def parallelize(model, mesh, plan=PLAN):
     """The right way. model: with the same weights on all ranks; it is changed in place.
 
     mesh: "dp" and "tp", in this order. The ranks of a tp group then follow each other, on one
-    machine. plan: has an entry for each layer with weights, or clip with clip_by_mesh.
+    machine. plan: has an entry for each layer with weights; or see by_mesh and clip_by_mesh.
     """
     parallelize_module(model, mesh["tp"], plan)
     if mesh["dp"].size() > 1:  # several groups: share out between them what each rank has left
@@ -118,19 +120,24 @@ def seed_of_group(mesh, step):
     return SEED + step * mesh["dp"].size() + mesh["dp"].get_local_rank()
 
 
+def by_mesh(parameters):
+    """Return an optimizer's groups of parameters, one for each mesh: [{"params": [...]}, ...]."""
+    groups = defaultdict(list)
+    for p in parameters:
+        groups[p.device_mesh if isinstance(p, DTensor) else None].append(p)
+    return [{"params": group} for group in groups.values()]
+
+
 def clip_by_mesh(parameters, max_norm):
     """clip_grad_norm_ for a model with layers outside the plan: a norm for each mesh, then one.
 
     Return the norm. All ranks must call it.
     """
-    groups = defaultdict(list)
-    for p in parameters:
-        if p.grad is not None:
-            groups[p.device_mesh if isinstance(p, DTensor) else None].append(p)
-    norms = [full(get_total_norm([p.grad for p in group])) for group in groups.values()]
+    groups = by_mesh(p for p in parameters if p.grad is not None)
+    norms = [full(get_total_norm([p.grad for p in group["params"]])) for group in groups]
     norm = torch.stack(norms).norm()
-    for group in groups.values():
-        clip_grads_with_norm_(group, max_norm, norm)
+    for group in groups:
+        clip_grads_with_norm_(group["params"], max_norm, norm)
     return norm
 
 
@@ -198,7 +205,8 @@ def compare_on(mesh, name, expected):
 
 def train(model, mesh=None, share=share_of_group, clip=clip_grad_norm_, steps=1):
     """Return the first step's clipped gradient, and the weights after the last step, both whole."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # foreach: as it is on a GPU by default
+    optimizer = torch.optim.AdamW(by_mesh(model.parameters()), lr=1e-3, foreach=True)
     torch.manual_seed(1)  # every rank makes the same rows, and takes its share
     for step in range(steps):
         inputs, targets = torch.randn(2, ROWS, WIDTH)

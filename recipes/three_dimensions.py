@@ -100,7 +100,7 @@ def keep_stage(model, number, count):
 class Whole(ParallelStyle):
     """In a plan: a layer (of one input) that each rank of a tp group holds whole, and computes.
 
-    Give every layer with weights a place in the plan (or see clip_by_mesh in tensor_parallel.py).
+    Give every layer with weights a place in the plan (or see by_mesh in tensor_parallel.py).
     """
 
     def _apply(self, module, device_mesh):

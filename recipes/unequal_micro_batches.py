@@ -7,11 +7,11 @@
             loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
             (loss * dist.get_world_size() / tokens).backward()
 
-Gradient accumulation cuts the batch of a step into micro-batches (recipes/accumulate.py). Every
-token of the step should count the same, on whichever rank (process) and in whichever micro-batch
-it is. So add up the losses, and divide by the number of all tokens. Multiply by the world size
-(the number of ranks), because DistributedDataParallel (DDP) divides the sum of the ranks' gradients
-by it.
+Gradient accumulation cuts the batch of a step into micro-batches (recipes/accumulate.py, also for
+static_graph=True). Every token of the step should count the same, on whichever rank (process) and
+in whichever micro-batch it is. So add up the losses, and divide by the number of all tokens.
+Multiply by the world size (the number of ranks), because DistributedDataParallel (DDP) divides the
+sum of the ranks' gradients by it.
 
     torchrun --standalone --nproc-per-node=2 recipes/unequal_micro_batches.py
 

@@ -71,7 +71,7 @@ def train(model):
 
 
 def update_average(averaged, plain):
-    """Take the weights after a step into the average."""
+    """Take the weights after a step into the average. On a GPU, the CPU waits for it in here."""
     averaged.update_parameters(plain)
     # torch truncates the means of integers, so a table of indices drifts; and the mean of a mask's
     # -inf is nan. Copy these.

@@ -8,6 +8,7 @@ import os
 import re
 from functools import partial
 
+import as_gpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +81,15 @@ def test_mp_spawn_in_01(tmp_path):
     result = fork_workers("01_single_node_multi_gpu.py", tmp_path, 2, checkpoint_path="c.pt",
                           before=partial(pretend, 2), **args)
     check(result, [0, 1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [
+    "02_torchrun_elastic.py 1", "03_multinode.py 1", "04_collectives.py", MANY,
+    "06_model_parallel_ddp.py 1 --mode pipeline", "template/train.py 4 2"])
+def test_the_defaults_of_a_gpu_on_a_cpu(tmp_path, command):
+    result = fork_ranks(*command.split(), cwd=tmp_path, before=(as_gpu.defaults, as_gpu.device))
+    assert result.status == 0, result.output
 
 
 @pytest.mark.parametrize(("mode", "world_size", "expected"), [

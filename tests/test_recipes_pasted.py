@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 
+import as_gpu
 import pytest
 from forked import fork_ranks
 from started import ROOT
@@ -25,6 +26,8 @@ SIZES = {"checkpoint_any_world_size": [(2,), (2, 3)], "tensor_parallel": [(2,), 
          "shard_inside_machines": [(4,), (3,)], "three_dimensions": [(4,), (8,)],
          "dry_run_1024_ranks": [(1,)]}
 SLOW = {"dry_run_1024_ranks", "three_dimensions"}
+FOR_CPUS = {"dry_run_1024_ranks", "go_on_without", "who_is_missing"}  # they say so
+AS_GPU = as_gpu.defaults, as_gpu.device
 
 
 def pasted(name):
@@ -56,6 +59,34 @@ def test_the_answer_pasted_into_a_plain_script(tmp_path, name, sizes):
         result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, world_size=world_size)
         assert result.status == 0, result.output
         assert result.output.count("done on rank") == world_size
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - FOR_CPUS))
+def test_the_answer_with_the_defaults_of_a_gpu(tmp_path, name):
+    (tmp_path / "plain.py").write_text(pasted(name))
+    [size] = SIZES.get(name, [(2,)])[0]
+    result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, world_size=size, before=AS_GPU)
+    assert result.status == 0, result.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "old", "new", "message"), [
+    ("expert_parallel", "[{\"params\": experts}, {\"params\": rest_of(model, experts)}]",
+     "model.parameters()", "got mixed torch.Tensor and DTensor"),
+    ("expert_parallel", "model = YourModel().to(device)  #", "model = YourModel()  #",
+     "all tensors to be on the same device"),
+    ("contrastive", ", device=a.device", "", "all tensors to be on the same device"),
+    ("agree", 'backend="gloo"', "", "No backend type associated with device type cpu"),
+    ("unequal_micro_batches", "dist.all_reduce(tokens)", "dist.all_reduce(inputs.t())",
+     "Tensors must be contiguous"),
+])
+def test_what_a_gpu_refuses_is_refused(tmp_path, name, old, new, message):
+    script = pasted(name)
+    assert script.count(old) == 1
+    (tmp_path / "plain.py").write_text(script.replace(old, new))
+    result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, before=AS_GPU)
+    assert result.status == 1 and message in result.output, result.output
 
 
 def test_an_error_of_your_own_does_not_loop(tmp_path):

@@ -4,3 +4,4 @@ micro_batches = list(zip(inputs.chunk(4), targets.chunk(4)))
 # PASTE
 check(gradient(model), gradient(plain))
 assert sum(sent) == gradient(plain).nbytes, f"{sent} bytes sent"
+one_step(model)

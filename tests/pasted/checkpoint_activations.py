@@ -8,3 +8,4 @@ for _ in range(2):
 check(gradient(model), gradient(plain))
 assert len(calls) == 2 * 2 * 2, f"{len(calls)} forward passes of 2 blocks in 2 steps"
 assert set(model.state_dict()) == set(plain.state_dict())
+optimizer.step()

@@ -10,9 +10,10 @@ class Transformer(nn.Module):
             # PASTE2
             x = x + out
         return self.head(x[:, 0])
-plain, model, tokens = Transformer(), DDP(Transformer()), torch.randint(9, (3, 24))
+plain, model = Transformer().to(device), DDP(Transformer().to(device))
+tokens = torch.randint(9, (3, 24)).to(device)
 ring_attention, of_ranks = partial(scaled_dot_product_attention, is_causal=True), ring_attention
-scores = plain(tokens[:, :-1], torch.arange(23))
+scores = plain(tokens[:, :-1], torch.arange(23, device=device))
 cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 ring_attention = of_ranks
 # PASTE1
@@ -31,3 +32,4 @@ with torch.autocast("cpu", torch.bfloat16):
 found.backward(whole[3][..., own, :])
 for one, other in ((found, expected), (parts.grad, leaves.grad)):
     check(one, other[..., own, :], 1e-2)
+one_step(model)

@@ -5,9 +5,9 @@ def is_going(text):
     return len(text) < 5 + 3 * rank
 def add_token(text, outputs):
     return torch.cat([text, outputs[-1:].sin()])
-model, text = Model(), torch.ones(1, 8) * rank
+model, text = Model(), torch.ones(1, 8).to(device) * rank
 shard(model)
-all_batches = torch.randn(world_size + 3, 257, 8)
+all_batches = torch.randn(world_size + 3, 257, 8).to(device)
 batches, expected = list(all_batches[rank::world_size]), text  # unequal numbers of batches
 # PASTE1
 whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
@@ -25,3 +25,4 @@ with torch.no_grad():
     while is_going(expected):
         expected = add_token(expected, plain(expected))
 check(text, expected)
+take_step(model, torch.optim.AdamW(model.parameters()), inputs, targets)

@@ -24,7 +24,7 @@ def compare(net):
     check(net.blocks[0](inputs[None])[0][0], net.blocks[0](inputs)[0])  # tokens of any shape
     assert "experts.0.up.weight" in sum(gathered(names_of_experts(mixture)), []), "not by itself"
 mixture = YourModel().blocks[0]
-plain, MAX_NORM = YourModel(OneProcess), 0.05
+plain, MAX_NORM = YourModel(OneProcess).to(device), 0.05
 outputs, balance = plain(all_inputs)
 (mse_loss(outputs, all_targets) + 0.01 * balance).backward()
 whole = dict(plain.named_parameters())
@@ -32,11 +32,13 @@ expected = nn.utils.clip_grad_norm_(whole.values(), MAX_NORM)
 # PASTE1
 # PASTE2
 compare(model)
+optimizer.step()
 assert hasattr(model.blocks[0].router.weight, "full_tensor"), "not in shards"
-model = YourModel()
+model = YourModel().to(device)
 experts, ddp = parameters_of_experts(model), wrap_ddp(model)
 outputs, balance = ddp(inputs)
 (mse_loss(outputs, targets) + 0.01 * balance).backward()
 divide_by_ranks(experts)
 norm = clip_with_experts(ddp, experts, MAX_NORM)
 compare(model)
+one_step(model)

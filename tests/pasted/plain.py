@@ -30,6 +30,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.first, self.blocks = nn.Linear(width, width), nn.Sequential(Block(width), Block(width))
+        if device:
+            self.to(device)
     def forward(self, x):
         return self.blocks(self.first(x))
 class Drawn(list):  # a dataset that draws a number for each item
@@ -61,13 +63,15 @@ def take_step(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     mse_loss(model(inputs), targets).backward()
     optimizer.step()
+def one_step(model):  # with the gradients that it has
+    torch.optim.AdamW(model.parameters()).step()
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 last, device, mean_loss = world_size - 1, torch.device("cpu"), mse_loss
 if world_size > 1:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 torch.manual_seed(0)
-all_inputs, all_targets = torch.randn(2, 24, 8)  # of all ranks; 2, 3 and 4 divide them
+all_inputs, all_targets = torch.randn(2, 24, 8).to(device)  # of all ranks; 2, 3 and 4 divide them
 inputs, targets = all_inputs[rank::world_size], all_targets[rank::world_size]
 plain = Model()  # for what one process computes
 mse_loss(plain(all_inputs), all_targets).backward()

@@ -12,11 +12,13 @@ def YourModel():
         if mask.is_meta:  # as in checkpoint_activations
             model.blocks[i] = checkpoint_wrapper(block)
     return model
-plain, images, new_head = YourModel(), torch.randn(2, 3, 32, 32), nn.Linear(WIDTH, CLASSES)
+plain, images = YourModel(), torch.randn(2, 3, 32, 32).to(device)
+new_head = nn.Linear(WIDTH, CLASSES)
 paths = [f"pretrained {world_size}, {part}.pt" for part in (1, 2)]
 plain.blocks[0].up.weight.data = plain.blocks[0].up.weight.data.t().contiguous().t()
 plain.twin.weight = plain.head.weight = new_head.weight  # another head than that of the files
 plain.head.bias = new_head.bias
+plain.to(device)
 if rank == 0:
     state = list(plain.state_dict().items())
     for part, path in enumerate(paths):
@@ -28,3 +30,5 @@ assert all(hasattr(p, "to_local") for p in model.parameters()), "not all in shar
 check(model(images), plain(images), 1e-6)
 assert model.twin.weight is model.head.weight, "no longer tied"
 assert len(set(gathered(torch.rand(()).item()))) == 1, "other random numbers on rank 0"
+model(images).sum().backward()
+one_step(model)

@@ -1,5 +1,6 @@
 dist.all_reduce = counted
-rows, plain = torch.randn(world_size, 64), nn.Linear(64, 64, bias=False)
+rows = torch.randn(world_size, 64).to(device)
+plain = nn.Linear(64, 64, bias=False).to(device)
 def backward(model, rows):
     sent.clear()
     model.zero_grad()
@@ -17,3 +18,4 @@ for _ in range(4):
     backward(model, rows[rank : rank + 1])
 check(gradient(model), gradient(plain), 0.01)  # so few rows have a gradient of low rank
 assert sum(sent) == 4 * 2 * 4 * 64, f"{sum(sent)} bytes"
+one_step(model)

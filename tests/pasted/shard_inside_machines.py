@@ -9,3 +9,4 @@ kept = sum(p.to_local().numel() for p in model.parameters())
 whole = sum(p.numel() for p in plain.parameters())
 assert kept == whole // 2 or world_size == 3, f"{kept} of {whole} weights on a rank"
 assert world_size == 3 or sum(sent) == 4 * kept, f"{sum(sent)} bytes across machines"
+one_step(model)

@@ -7,3 +7,4 @@ for net in (plain, model):
 check(gradient(model), gradient(plain))
 held = sum(p.to_local().nbytes for p in model.parameters())
 assert held < 1.05 * gradient(plain).nbytes / world_size, f"{held} bytes on this rank"
+one_step(model)

@@ -25,8 +25,7 @@ error, a wrong gradient, and replicas that drift apart.
 
 FSDP2 has no no_sync(). Before each backward(), call model.set_requires_gradient_sync(is_last) with
 True for the last micro-batch. Until then, each rank keeps whole gradients: that costs memory. With
-DDP(static_graph=True), the job's first step must exchange each time (no_sync() if step > 0 and i <
-...): else "expect_autograd_hooks_ INTERNAL ASSERT FAILED".
+DDP(static_graph=True), take no no_sync() in a job's first step ("INTERNAL ASSERT FAILED").
 
 Now write it yourself: exercises/08_accumulate.py.
 """

@@ -77,7 +77,7 @@ def step_of_several(model, optimizers, scaler, look=True):
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-    if not look or norm.isfinite():  # the scaler skips only those in which it saw a nan itself
+    if not look or norm.isfinite():  # the scaler skips only those in which it saw one itself
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()

@@ -30,8 +30,7 @@ The loss needs no factor: it is each rank's mean over its own rows, and Distribu
 common mistakes. If every rank computes the loss of the whole batch, but sends gradients back to its
 own rows only, DDP's mean makes them too small: 1/2 on 2 ranks. The number of ranks as a factor on
 the loss mends this for the encoder. It makes the gradient of a learned scale (inverse temperature)
-too large instead. With no_sync() and micro-batches, the negatives are those of a micro-batch only:
-another gradient, off by 4.5e-01 with two.
+too large instead. In accumulation, a row has the negatives of its micro-batch: off by 4.5e-01.
 
 Now write it yourself: exercises/12_gather_with_gradients.py.
 """

@@ -29,12 +29,11 @@ by default, adds what was not sent in one step to the gradient of the next. With
 lost. It costs memory; while it sends, PowerSGD holds two more copies of a bucket (with one bucket,
 of all gradients). With local SGD, the ranks' weights differ between two averages. Average them on
 all ranks before you evaluate or save, and a BatchNorm's buffers, too. PostLocalSGDOptimizer in
-torch.distributed.optim averages after your optimizer's step, with a PeriodicModelAverager; without
-no_sync() or the post_localSGD_hook, DDP goes on to send the gradients, too.
+torch.distributed.optim averages after your optimizer's step, with a PeriodicModelAverager. Unless
+you call no_sync(), or take the post_localSGD_hook, DDP sends the gradients, too.
 
-The losses are those of a small example: compare your own, after equal steps and after equal
-minutes. Fewer bytes help only where training waits for the network. To see if it does, time steps
-with and without model.no_sync().
+The losses are those of a small example: compare your own, after equal minutes, too. Fewer bytes
+help only where training waits for the network: time steps with and without model.no_sync().
 """
 
 import contextlib

@@ -42,9 +42,9 @@ A layer outside the plan is a plain tensor, or is on another mesh. clip_grad_nor
 on a GPU so does the optimizer's first step: it takes all of a group of parameters at once. Give the
 layer a place in the plan. If it cannot be split (a LayerNorm, say), use two functions from below:
 torch.optim.AdamW(by_mesh(model.parameters())), which makes a group for each mesh, and clip_by_mesh,
-in place of clip_grad_norm_. To train several groups, use fully_shard. DDP can
-wrap split layers, as DDP(model, device_mesh=mesh["dp"]), but an optimizer made before trains
-nothing. After the first forward pass parameters() and state_dict() are empty, without an error.
+in place of clip_grad_norm_. To train several groups, use fully_shard. DDP can wrap split layers, as
+DDP(model, device_mesh=mesh["dp"]), but an optimizer made before trains nothing. After the first
+forward pass parameters() and state_dict() are empty, without an error.
 
 Tensor parallelism exchanges activations, and each layer waits for them: keep a group on one
 machine. dry_run_1024_ranks.py counts the bytes. SequenceParallel splits the activations of norms
@@ -96,7 +96,7 @@ PLAN = BLOCKS | {"first": ColwiseParallel(output_layouts=Replicate())}
 
 
 def parallelize(model, mesh, plan=PLAN):
-    """The right way. model: with the same weights on all ranks; it is changed in place.
+    """The right way. model: on its device, equal on all ranks; it is changed in place.
 
     mesh: "dp" and "tp", in this order. The ranks of a tp group then follow each other, on one
     machine. plan: has an entry for each layer with weights; or see by_mesh and clip_by_mesh.
@@ -205,8 +205,7 @@ def compare_on(mesh, name, expected):
 
 def train(model, mesh=None, share=share_of_group, clip=clip_grad_norm_, steps=1):
     """Return the first step's clipped gradient, and the weights after the last step, both whole."""
-    # foreach: as it is on a GPU by default
-    optimizer = torch.optim.AdamW(by_mesh(model.parameters()), lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(by_mesh(model.parameters()), lr=1e-3, foreach=True)  # as on a GPU
     torch.manual_seed(1)  # every rank makes the same rows, and takes its share
     for step in range(steps):
         inputs, targets = torch.randn(2, ROWS, WIDTH)

@@ -54,6 +54,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves  # private: all that is in lists and dicts
 
 ROWS, STEPS = 24, 10  # rows of a step over all ranks; steps before the save, and after it
 
@@ -72,13 +74,16 @@ def save_shards(model, optimizer, step, root, **others):
 def state_of(model, optimizer, step, **others):
     """The state to save: the shards of this rank, not copied, and the step.
 
-    others: scheduler=scheduler, and all else with a state_dict(). Of these, and of buffers, one
-    rank's are saved: if they differ, share them before (BatchNorm's: weights_to_serve.py). Before
-    the optimizer's first step, use this to load, and not to save: see load_folder().
+    others: scheduler=scheduler, and all else with a state_dict(), its tensors on the CPU or in
+    shards. What is not in shards, buffers too, is one rank's: share it before (BatchNorm's as in
+    weights_to_serve.py). Before the optimizer's first step, use this to load, not to save.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # In a tuple: dcp would cut a dict into its keys, and load those that are there already.
-    states = {name: (other.state_dict(),) for name, other in others.items()}
+    states = {name: other.state_dict() for name, other in others.items()}
+    for name, state in states.items():
+        # A tuple stays whole. Of a dict, dcp loads only those keys that are there already.
+        if not any(isinstance(part, DTensor) for part in tree_leaves(state)):  # shards: cut
+            states[name] = (state,)
     return {"model": model_state, "optimizer": optimizer_state, "step": step, **states}
 
 
@@ -138,14 +143,13 @@ def load_folder(model, optimizer, folder, group=None, **others):
     allow_partial_load=True)), but then nothing that is missing raises an error.
     """
     model.zero_grad()  # where gradients are, torch makes no state to load into
-    # A template: what to load, and into which shards. A new optimizer has no state: torch takes a
-    # step that changes no weight, but adds 1 to AdamW's count. Loading overwrites that.
+    # A template of what to load. For a new optimizer, torch takes a step that changes no weight.
     state = state_of(model, optimizer, 0, **others)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=state["model"],
                    optim_state_dict=state["optimizer"])
     for name, other in others.items():
-        other.load_state_dict(state[name][0])
+        other.load_state_dict(state[name][0] if type(state[name]) is tuple else state[name])
     return state["step"]
 
 
@@ -269,10 +273,8 @@ def show_cut_off(model, optimizer, step, root):
         new = whole_state(loaded)[0]["0.weight"] == whole_state(model)[0]["0.weight"]
         rows[name] = new.all(dim=1).sum().item()
         log(f"save of step {later} cut off, {name}: {rows[name]} of {len(new)} loaded rows are new")
-    if rows["new folders"] > 0:
-        raise RuntimeError("with new folders and a pointer, a save that was cut off is loaded")
-    if not 0 < rows["same folder"] < len(new):
-        raise RuntimeError("the mistake does not show what this file says")
+    if rows["new folders"] > 0 or not 0 < rows["same folder"] < len(new):
+        raise RuntimeError(f"loaded rows that are new: {rows}")
     log(f"saved on {dist.get_world_size()} ranks, loaded on 1: the same; a save cut off is never"
         " loaded")
 
@@ -300,8 +302,7 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
         torch.manual_seed(step)
         inputs, targets = torch.randn(2, ROWS, 256)[:, rank::world_size]
         optimizer.zero_grad()
-        # fully_shard() averages gradients over the ranks. With each rank's sum times world_size /
-        # ROWS, that is the mean over all rows, also if some ranks have one row more than others.
+        # fully_shard() averages over the ranks: this gives the mean over all rows.
         losses = (model(inputs) - targets).square().mean(dim=1)
         (losses.sum() * world_size / ROWS).backward()
         optimizer.step()
@@ -310,7 +311,6 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
 def new_sharded():
     """The model cut into shards, one of each weight for each rank; and an optimizer for them."""
     model, _ = new_model()
-    # One block, as this model is small; shard_with_fsdp2.py shards block by block.
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -136,7 +136,7 @@ class ExpertParallel(nn.Module):
         dist.all_reduce(counts, group=self.group)  # the shares of the experts in all ranks' tokens
         shares = (counts.double() / counts.sum()).to(probabilities.dtype)
         balance = len(shares) * (shares * probabilities.mean(dim=0)).sum()  # 1 if all is even
-        return outputs.view(*tokens.shape[:-1], self.top, -1).sum(dim=-2), balance
+        return outputs.view(*tokens.shape[:-1], self.top, rows.shape[1]).sum(dim=-2), balance
 
     def run_experts(self, arrived, arriving, loads):
         """arrived: by sender, then by expert. arriving: (ranks, own experts); loads: its sums."""

@@ -53,9 +53,9 @@ one process with all rows.
 
 FSDP2 sends 2 + r times the weights' bytes, with r bytes of gradients for a byte of weights. HSDP
 sends 2r, reshard to a machine 1 + r. r is 2 if weights travel in bfloat16 and gradients in
-float32: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).
-Name both. Without reduce_dtype, gradients travel in param_dtype up to torch 2.14, and in the dtype
-of the weights themselves, mostly float32, from 2.15 on.
+float32: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), and
+the loss from model(inputs).float(). Name both: without reduce_dtype, gradients travel in
+param_dtype up to torch 2.14, and in the dtype of the weights, mostly float32, from 2.15 on.
 
 Two mistakes: some launchers deal the ranks out in turns, one to each machine (srun -m cyclic). Then
 a row of the mesh is spread over machines, and more bytes cross than without HSDP. All ranks need

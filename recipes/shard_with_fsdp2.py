@@ -57,7 +57,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-# Older versions of torch have another name for this operation.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 BLOCKS, WIDTH, STEPS, ROWS = 8, 96, 10, 16  # ROWS on each rank

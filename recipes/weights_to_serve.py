@@ -91,7 +91,8 @@ def share_buffers(*modules):
     # averaged.module, not averaged: that has n_averaged, too, which is a tensor on the CPU.
     for module in modules:
         for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(sent := buffer.contiguous(), src=0)  # NCCL wants it so
+            buffer.copy_(sent)
 
 
 def save_plain(averaged, path, rank):

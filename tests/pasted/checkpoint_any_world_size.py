@@ -28,3 +28,12 @@ step = load_folder(model, optimizer, newest(root), scheduler=scheduler, best=fou
 assert (step, found) == (4, best), f"loaded {step}, {found}"
 assert contents(3) == torch.load("expected by rank 0"), "loaded again, something else"
 take_step(model, optimizer, inputs, targets)
+class Average:
+    def __init__(self, factor):
+        self.shards = [factor * p.detach() for p in model.parameters()]
+        self.state_dict, self.load_state_dict = lambda: {"shards": self.shards}, lambda state: None
+mean, root = Average(1), f"more of {world_size}"
+save_shards(model, optimizer, 5, root, mean=mean)
+expected, mean = flat(mean.shards), Average(0)
+load_folder(model, optimizer, newest(root), mean=mean)
+check(flat(mean.shards), expected, 1e-9)

@@ -41,7 +41,7 @@ keeps as much as none: the input of one is the result of another. One around the
 computes all activations at once, a bit later. With preserve_rng_state=False, dropout draws other
 masks the second time. (Compiled by "inductor", dropout draws other masks than uncompiled, in both
 passes alike.) With use_reentrant=True, a block trains nothing if its input needs no gradient; see
-pitfalls/reentrant_checkpoint.py. What forward counts, a checkpoint counts twice, as BatchNorm does.
+pitfalls/reentrant_checkpoint.py. What forward counts is counted twice: leave BatchNorm outside.
 
 The path of checkpoint_wrapper() is private. The public way is to call checkpoint(block, x,
 use_reentrant=False), from torch.utils.checkpoint, in your model's forward(). The wrapper leaves the

@@ -6,7 +6,7 @@
         model = YourModel()  # its tensors have shapes, and no memory
     shard(model, mesh)  # as in your job: fully_shard() for each block, then for the model
     with fake:
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on a GPU
         train_one_step(model, optimizer)  # nothing is computed, and nothing is sent
         with FSDPMemTracker(model, optimizer) as memory, CountCollectives() as sent:
             train_one_step(model, optimizer)  # the second: now AdamW has its averages
@@ -149,7 +149,7 @@ def train_and_count(way, width, blocks, rows, tensor):
     model = WAYS[way](model, mesh)
     rows *= tensor  # so many ranks share a batch; that of the whole job is the same
     with fake:
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # needs memory in its step
         inputs, targets = torch.randn(2, rows, width)  # your data
 
         def train_one_step():

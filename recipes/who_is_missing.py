@@ -143,8 +143,7 @@ def first_difference(records, group="default_pg"):
                           if entry["process_group"][1] == group and not entry["is_p2p"]}
     numbers = sorted(set().union(*made.values()))
     if not numbers:
-        raise RuntimeError(f"no calls of the group {group!r} in the records: is the recorder off?"
-                           " (NCCL has records of its own.)")
+        raise RuntimeError(f"no calls of group {group!r}: is the recorder off? (NCCL has its own.)")
     first = max(min(calls, default=1) for calls in made.values())  # older ones can be gone
     for number in range(first, numbers[-1] + 1):
         calls = {rank: calls.get(number, Call(made=max(calls, default=0)))
@@ -166,7 +165,8 @@ def call_of(entry):
 
 def describe(number, calls):
     """Return a line for each rank, with one above them, about what first_difference() found."""
-    lines = [f"call {number} is the first that differs" if number else "all calls are the same"]
+    lines = [f"call {number} is the first that differs" if number else
+             "all calls have one kind and size (the record has no src, dst and op)"]
     for rank, call in calls.items():
         if call is None:
             lines.append(f"rank {rank} wrote no record: it is dead, or busy outside torch")

@@ -74,9 +74,9 @@ def save_shards(model, optimizer, step, root, **others):
 def state_of(model, optimizer, step, **others):
     """The state to save: the shards of this rank, not copied, and the step.
 
-    others: scheduler=scheduler, and all else with a state_dict(), its tensors on the CPU or in
-    shards. What is not in shards, buffers too, is one rank's: share it before (BatchNorm's as in
-    weights_to_serve.py). Before the optimizer's first step, use this to load, not to save.
+    others: scheduler=scheduler, and all else with a state_dict(): of tensors on the CPU, or of
+    shards in dicts and lists. What is no shard, buffers too, is one rank's: share it before
+    (weights_to_serve.py). Before the optimizer's first step, use this to load, not to save.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     states = {name: other.state_dict() for name, other in others.items()}

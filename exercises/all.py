@@ -2,14 +2,17 @@
 
     python exercises/all.py
     python exercises/all.py --watch      # check again whenever you save the file
-    python exercises/all.py --hint       # with a second hint
+    python exercises/all.py --hint       # with a second hint, where there is one
     python exercises/all.py --solution   # the solutions, not yours
 
 An exercise that was solved is not run again until its file changes.
 """
 
+import signal
 import sys
 import time
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: without a traceback
 
 from checker import FOLDER, ending_cleanly, hash_of, parse_args, remembered, solved
 

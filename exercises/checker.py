@@ -1,7 +1,7 @@
 """Runs an exercise on 2 and on 3 real processes, and says what is not right yet. Not to be read.
 
     python exercises/03_average_gradients.py              # check what you wrote
-    python exercises/03_average_gradients.py --hint       # with a second hint
+    python exercises/03_average_gradients.py --hint       # with a second hint, where there is one
     python exercises/03_average_gradients.py --solution   # check the solution in its place
 
 checks/ has a file for each exercise, with a function trial(). It calls what the learner wrote, the
@@ -39,7 +39,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode  # private; only to count bytes
+from torch._library.custom_ops import OPDEFS  # private, as the next ones; only to count bytes
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 # Elsewhere 2 and 3. Of 4 ranks, one is no neighbour of this one.
@@ -61,7 +62,12 @@ HINTS = {  # pattern of an exception: what may be behind it
     " lengths: what does each rank give, and what does each one expect? Is group= missing?",
     "File exists": "a process that died may have left it behind: the next one finds it there",
     "NoneType": "a gradient is None: may it be? If not, did all that it comes from require one?",
+    "(list|tuple) index out of range|not enough values to unpack": "is it from torch.chunk? It may"
+    " give fewer parts than you ask for. tensor_split gives all of them, and some may be empty",
+    "process group has not been init": "does your code call destroy_process_group()? The check goes"
+    " on with this group",
 }
+FLOAT32 = "float32 has 7 digits: which tensor on the way is float32?"
 
 
 class NotYet(Exception):
@@ -107,7 +113,10 @@ class Exchanges(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
-        kind = kind_of(call)
+        kind, custom = kind_of(call), OPDEFS.get(call.name())
+        if custom:  # of torch.library.custom_op, into which a mode does not see
+            with InThread(self):
+                return custom._init_fn(*args, **kwargs or {})
         if kind:
             names = [argument.name for argument in call._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -201,11 +210,17 @@ def bytes_of(given):
 def bytes_kept(*but_not):
     """Return the bytes of all tensors that this process holds, those of but_not apart."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     skip = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(but_not)}
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+                for one in tensors()}  # fmt: skip
     return sum(size for pointer, size in storages.items() if pointer not in skip)
+
+
+def tensors():
+    """Return the tensors that this process holds; of a DTensor, what is in it."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    found += [one.grad for one in found if one.is_leaf and one.grad is not None]
+    return [one for one in found if not is_traceable_wrapper_subclass(one)]
 
 
 # ---- The command ----
@@ -219,13 +234,14 @@ def main(exercise):
         if not solved(exercise, args):
             sys.exit(1)
     print(f"Solved. One way to write it, and why: exercises/solutions/{exercise.name}")
-    after = re.search(r"^Next: .*", exercise.read_text(), re.MULTILINE)  # in its docstring
+    told = ast.get_docstring(ast.parse(exercise.read_bytes())) or ""
+    after = re.search(r"^Next: .*", told, re.MULTILINE)
     print(after[0] if after else "Next: python exercises/all.py")
 
 
 def parse_args(watch=False):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hint", action="store_true", help="say more where something is wrong")
+    parser.add_argument("--hint", action="store_true", help="say more, where it offers that")
     parser.add_argument("--solution", action="store_true", help="check the solution, not yours")
     if watch:
         parser.add_argument("--watch", action="store_true", help="check again when a file is saved")
@@ -236,6 +252,7 @@ def solved(exercise, args):
     """Check it on 2 and on 3 ranks (or WORLD_SIZES), and print what comes out. Remember it."""
     importlib.import_module("torch._dynamo")  # of optimizers: else each rank loads it, for seconds
 
+    before = hash_of(exercise)
     answer = SOLUTIONS / exercise.name if args.solution else None
     for world_size in WORLD_SIZES.get(exercise.name, (2, 3)):
         right, text = verdict(run(exercise, world_size, answer), args.hint)
@@ -244,8 +261,12 @@ def solved(exercise, args):
                   flush=True)
         if not right:
             return False
-    if not args.solution:
-        remember(exercise)
+    if args.solution:
+        return True
+    if hash_of(exercise) != before:
+        print("It was saved meanwhile. Once more:", flush=True)
+        return solved(exercise, args)
+    remember(exercise, before)
     return True
 
 
@@ -257,9 +278,9 @@ def remembered():
         return {}
 
 
-def remember(exercise):
+def remember(exercise, its_hash):
     try:
-        REMEMBERED.write_text(json.dumps(remembered() | {exercise.name: hash_of(exercise)}))
+        REMEMBERED.write_text(json.dumps(remembered() | {exercise.name: its_hash}))
     except OSError as error:  # a folder that is read-only: then it is checked again
         print(f"cannot remember that it is solved: {error}")
 
@@ -272,6 +293,7 @@ def hash_of(exercise):
 @contextlib.contextmanager
 def ending_cleanly():
     """Let Ctrl-C, SIGTERM and SIGHUP end the ranks, too, without a traceback."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), leave)
@@ -351,7 +373,7 @@ def run_once(exercise, world_size, answer, context, life, folder):
         FORKING.append(True)
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            workers.append(context.Process(target=worker, daemon=True, args=(
+            workers.append(context.Process(target=worker, args=(
                 exercise, answer, rank, world_size, life, folder, theirs, seconds)))
             workers[-1].start()
             theirs.close()  # so that we see when the process has ended
@@ -374,9 +396,16 @@ def run_once(exercise, world_size, answer, context, life, folder):
         FORKING.clear()
         for process in workers:
             if process.pid:
+                end_group(process.pid)
                 process.kill()
                 process.join()
     return reports
+
+
+def end_group(leader):
+    """End a rank, and what it has started. Each rank is the leader of its session."""
+    with contextlib.suppress(AttributeError, ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def how_it_ended(status):
@@ -389,6 +418,8 @@ def how_it_ended(status):
 
 def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
     """One rank: run the trial, and send (kind, text, hints)."""
+    if hasattr(os, "setsid"):
+        os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this process
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
@@ -402,9 +433,10 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
     gc.freeze()  # bytes_kept then looks only through what comes from now on
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
     own, saying, thread = str(answer or exercise), threading.Lock(), threading.main_thread()
+    pid = os.getpid()
 
     def say(*what):
-        if saying.acquire(blocking=False):  # once
+        if os.getpid() == pid and saying.acquire(blocking=False):  # once, and no child for it
             out.finish()
             answers.send(what)
 
@@ -457,6 +489,7 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
 def end_with_parent():
     """End this process when the one that checks has ended, however that was."""
     multiprocessing.parent_process().join()
+    end_group(os.getpid())
     os._exit(1)
 
 
@@ -485,7 +518,7 @@ def load(exercise, answer=None, rank=0):
     exercise, time.sleep = Path(exercise), sleep
     module = sys.modules["answer"] = types.ModuleType("answer")
     if rank % 2:
-        module.set = Turned
+        module.set, module.frozenset = Turned, Frozen
     for path in [exercise] + [answer] * bool(answer):
         execute(path, vars(module))
     check = {"__name__": "check"}
@@ -494,7 +527,8 @@ def load(exercise, answer=None, rank=0):
 
 
 def execute(path, names):
-    tree = ast.fix_missing_locations(Sets().visit(ast.parse(Path(path).read_text())))
+    tree = ast.parse(Path(path).read_bytes(), str(path))  # bytes: in whatever encoding
+    tree = ast.fix_missing_locations(Sets().visit(tree))
     exec(compile(tree, str(path), "exec"), names)  # noqa: S102
 
 
@@ -502,21 +536,32 @@ class Turned(set):
     """A set in another order: each process has its own, but for those that are forked, as here."""
 
     def __iter__(self):
-        return iter([*super().__iter__()][::-1])
+        return iter([*super(type(self), self).__iter__()][::-1])
+
+
+class Frozen(frozenset):
+    __iter__ = Turned.__iter__
 
 
 class Sets(ast.NodeTransformer):
-    """Let {... for ...} call set()."""
+    """Let {...} and {... for ...} call set()."""
 
-    def visit_SetComp(self, node):
+    def visit_Set(self, node):
         self.generic_visit(node)
-        call = ast.Call(ast.Name("set", ast.Load()), [ast.ListComp(node.elt, node.generators)], [])
-        return ast.copy_location(call, node)
+        items = (ast.List(node.elts, ast.Load()) if isinstance(node, ast.Set) else
+                 ast.ListComp(node.elt, node.generators))
+        return ast.copy_location(ast.Call(ast.Name("set", ast.Load()), [items], []), node)
+
+    visit_SetComp = visit_Set
 
 
 def describe(error, own):
     """Say what an exception is, with the learner's lines of the traceback alone."""
     lines = [f"{CASE[0]}{', ' * bool(CASE[0])}an exception:"]
+    if isinstance(error, SyntaxError) and error.filename == own:
+        lines += [f"{Path(own).name}, line {error.lineno}: {(error.text or '').strip()}",
+                  f"{type(error).__name__}: {error.msg}"]
+        return "\n    ".join(lines)
     stack = traceback.extract_tb(error.__traceback__)
     for frame in [frame for frame in stack if frame.filename == own] or stack[-1:]:
         line = linecache.getline(frame.filename, frame.lineno).strip()

@@ -96,8 +96,10 @@ def check_shares(told, shares, count, hint=""):
     expect(not strangers, f"{told}, item {min(strangers, default=0)} is taken, and the items have"
            f" the numbers 0 to {count - 1}", hint)
     twice, missing = sum(number > 1 for number in times.values()), count - len(times)
+    few = missing < len(shares) and "by which index does a rank get one of the rest? order[-0] is"
     expect(not (twice and missing), f"{told}, {twice} items are in more than one share, and"
-           f" {missing} in none", hint or "do all ranks begin with the same order of all items?",
+           f" {missing} in none", few and f"{few} order[0]" or hint or
+           "do all ranks begin with the same order of all items?",
            "the seed must not depend on the rank")
     expect(not twice, f"{told}, {twice} items are taken more than once", hint or
            "which items are this rank's? Do not fill up the shares to equal lengths")

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from checker import Waiting, expect
 
-CASES = [3, 1, 5, 2], [4, 0, 2, 0], [0, 3, 0, 1], [701, 300, 2, 514]  # losses on each rank
+# Losses on each rank. In the last case, ranks 0 and 1 have the same ones.
+CASES = [3, 1, 5, 2], [4, 0, 2, 0], [0, 3, 0, 1], [701, 300, 2, 514], [2, 2, 5, 2]
 MOST = 128  # bytes
 
 
@@ -20,6 +21,8 @@ def trial():
                   for r, n in enumerate(counts)]
         for share in shares:
             share[2:3] = 0  # a loss of 0 is one, too
+        if counts[0] == counts[1]:
+            shares[1] = shares[0].clone()
         mine = shares[rank].clone()
         with Waiting() as exchanges:
             found = answer.global_mean(mine)
@@ -66,6 +69,8 @@ def check_value(found, shares, told):
            "if it leaves before the exchange, the others wait for it there")
     expect(abs(found - mine.mean().item()) > 1e-5, f"{told}: that of its own items",
            "which collective adds up over the ranks, and leaves the sum on each of them?")
+    expect(len(shares[0]) != len(shares[1]), told, "ranks 0 and 1 have the same losses here: do"
+           " both count?", "a set keeps one of two equal pairs, a dict one of two equal keys")
     of_means = torch.stack([share.mean().nan_to_num() for share in shares]).mean().item()
     expect(abs(found - of_means) > 1e-5, f"{told}: the mean of the ranks' means",
            "an item of a small share must not count more than one of a large share",

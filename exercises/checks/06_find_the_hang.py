@@ -13,7 +13,7 @@ LR, DECAY = 0.1, 0.2
 
 def trial():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    steps = [[batch_of(step, r) for r in range(world_size)] for step in range(8)]
+    steps = [[batch_of(step, r) for r in range(world_size)] for step in range(9)]
     mine = [[tensor.clone() for tensor in step[rank]] for step in steps]
     model, rows = new_model(), []
     model.register_forward_pre_hook(lambda _, inputs: rows.extend(inputs[0].tolist()))
@@ -32,7 +32,8 @@ def trial():
     expect(isinstance(loss, float), f"{loss!r} came back", "return a float: tensor.item()")
     expect(abs(loss - right_loss) < 1e-6,
            f"the weights are right; the loss is {right_loss:.6f}, and this rank returns {loss:.6f}",
-           "all losses of all ranks, divided by how many there are on all ranks")
+           "all losses of all ranks, divided by how many there are on all ranks: each as it is"
+           " before its step")
     expect(len(set(gathered("loss", loss))) == 1, "the loss is right, up to the last digits, which"
            " differ from rank to rank", "add up in the same order on all ranks")
     expect(all(same(*pair) for batch, step in zip(mine, steps, strict=True)
@@ -63,9 +64,11 @@ def look_for_the_cause(found, told, steps, off):
            " when is there no step, and what do all ranks know about it?")
     expect(not as_in(steps[1:]), f"{told}: the first step was left out, where all errors are 0",
            "a gradient of 0 is one: weight decay changes the weights")
-    full = [step for step in steps if all(labels.isfinite().any() for _, labels in step)]
-    expect(not as_in(full), f"{told}: each step in which some rank has no label was left out",
-           "the other ranks' labels count: what does a rank without any add to a sum?")
+    has = [[bool(labels.isfinite().any()) for _, labels in step] for step in steps]
+    for who, taken in (("some rank", map(all, has)), ("rank 0", (step[0] for step in has))):
+        left = [step for step, take in zip(steps, taken, strict=True) if take]
+        expect(not as_in(left), f"{told}: each step in which {who} has no label was left out",
+               "the other ranks' labels count: what does a rank without any add to a sum?")
     means = [lambda losses: sum(one.mean() for one in losses) / world_size,
              lambda losses: sum(one.mean() for one in losses) / len(losses)]
     expect(not any(as_in(steps, mean) for mean in means), f"{told}: they follow from the mean of"
@@ -83,14 +86,15 @@ def look_for_the_cause(found, told, steps, off):
 
 
 def batch_of(step, rank):
-    """Return this rank's inputs and labels; no rank has one in steps 3 and 7."""
+    """Return this rank's inputs and labels. No rank has one in steps 3 and 7; of three ranks, the
+    last one alone has some in step 8."""
     seeded = torch.Generator().manual_seed(10 * step + rank)
     n = 4 + (step + rank) % 3
     inputs = torch.randn(n, 4, generator=seeded, dtype=torch.float64)
     labels = inputs.sin().sum(dim=1) + rank
     labels[torch.rand(n, generator=seeded) < 0.3] = torch.nan
     labels[-1] = rank
-    if step in (3, 7) or (step, rank % 3) in ((0, 1), (1, 1), (4, 2), (5, 1)):  # rank 0 has one
+    if step in (3, 7) or (step, rank) in ((0, 1), (1, 1), (2, 0), (4, 2), (5, 1), (8, 0), (8, 1)):
         labels[:] = torch.nan
     if step == 0:  # all errors are 0, and weight decay makes a step all the same
         known = ~labels.isnan()

@@ -37,7 +37,11 @@ def trial(folder):
             f"and rank {r} asked to stop after step {after}, " for r, after in enumerate(asked)
             if after < NEVER)  # fmt: skip
         who = [r for r in range(world_size) if right in (lengths[r], asked[r])]
-        work = Work(lengths[rank], asked[rank], told, case == LATE)
+        hint = "this rank has no batch left: the others have to know before their step"
+        if len(who) > 1:
+            hint = (f"{len(who)} ranks, {who}, have to stop here, and this one has no batch left."
+                    " What do two flags make of each other? 1 + 1 is 2, which is not 1")
+        work = Work(lengths[rank], asked[rank], told, case == LATE, hint)
         with Exchanges() as exchanges:
             found = answer.train(work.batches(), work.step, work.asked_to_stop)
         (folder / f"new-{rank}").write_text(str(work.steps))
@@ -85,8 +89,8 @@ def wait_for(paths):
 class Work:
     """This rank's batches and steps; batch n is a tensor of numbers n."""
 
-    def __init__(self, length, asked, told, late):
-        self.length, self.asked, self.told, self.late = length, asked, told, late
+    def __init__(self, length, asked, told, late, hint):
+        self.length, self.asked, self.told, self.late, self.hint = length, asked, told, late, hint
         self.steps = self.taken = 0
         self.answered = -1  # the step in which asked_to_stop was called last
 
@@ -97,7 +101,7 @@ class Work:
 
     def step(self, batch):
         expect(batch is not None, f"{self.told}step() got None in step {self.steps + 1}",
-               "this rank has no batch left: the others have to know before their step")
+               self.hint)
         number = int(batch[0]) if torch.is_tensor(batch) else batch
         expect(number == self.steps,
                f"{self.told}batch {number} was used in step {self.steps + 1}, not {self.steps}",

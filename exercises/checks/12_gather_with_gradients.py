@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Waiting, expect
+from checker import FLOAT32, Waiting, expect
 from torch.nn.functional import cross_entropy, normalize
 
 N, D = 5, 6
@@ -76,6 +76,7 @@ def look_at_gradient(found, right, alone, contiguous):
     expect(contiguous, f"where the gradient that comes from the loss is not contiguous, {what} off"
            f" by {off:.1e} of its length", "its memory is not in the order of its rows",
            "tensor.contiguous() has it in that order")
+    expect(off > 1e-6, f"{what} off by {off:.1e} of its length", FLOAT32)
     expect(False, f"{what} off by {off:.1e} of its length",
            "which part of the gradient is that of this rank's rows?",
            "add up the ranks' gradients, then take part number rank of the sum")

@@ -1,12 +1,11 @@
 """The check of exercises/13_zero_1.py."""
 
-import gc
 import time
 
 import answer
 import torch
 import torch.distributed as dist
-from checker import Exchanges, bytes_kept, case, expect
+from checker import Exchanges, bytes_kept, case, expect, tensors
 
 COUNT, STEPS, LR = 1001, 3, 0.1  # no multiple of the number of ranks
 
@@ -58,11 +57,12 @@ def trial():
         worst = max(worst, off.max().item())
     last = weights.grad = off = same = None
     share = 8 * -(-COUNT // world_size)
+    kept = bytes_kept(weights) - before
     for _ in range(20):  # Gloo's thread lets go of a tensor a little later
-        kept = bytes_kept(weights) - before
-        if kept <= 3 * share + 64:
-            break
         time.sleep(0.01)
+        kept = min(kept, bytes_kept(weights) - before)
+    expect(all(one.grad is None for one in tensors() if one.is_leaf), "between two steps, a tensor"
+           " has a .grad", "the part's gradient is needed in a step alone: set it to None")
     expect(kept <= 3 * share + 64, f"between two steps, this rank keeps {kept} bytes besides the"
            f" weights. AdamW's state of its part is {2 * share}, and a copy of the part {share}",
            "AdamW shall see this rank's part alone, no buffer shall be as long as the weights, and"
@@ -110,10 +110,6 @@ def look_at_few():
     expect(off < 1e-9, f"of only {len(start)} weights, some are off, by {off:.1e} at most",
            "rounded up, the parts of the first ranks may have all weights: what is left for the"
            " last one?")
-
-
-def tensors():
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
 
 
 def plain(start, gradients):

@@ -82,13 +82,21 @@ def look_at_two_passes():
     with case(f"a weight of {weight.numel()} numbers"):
         layer = answer.ShardedLinear(weight.clone())
     check_parts([layer], [weight])
-    outputs = [layer(its[rank].clone()) for its in rows]
+    for order in (0, 1), (1, 0):
+        look_at_order(layer, rows[:, rank], given, order, (given.mT @ rows).sum(dim=(0, 1)))
+
+
+def look_at_order(layer, rows, given, order, right):
+    """Two forward passes, then their backward passes in this order. right: the sum of gradients."""
+    layer.part.grad, rank, world_size = None, dist.get_rank(), dist.get_world_size()
+    outputs = [layer(its.clone()) for its in rows]
     expect(all(one.requires_grad for one in outputs), "if the inputs need no gradient, as the data"
            " of a first layer, then autograd does not see the layer, and its part learns nothing",
            "the part needs a gradient, too: is it an argument of .apply()? (A reentrant checkpoint"
            " looks at the inputs alone)")
-    torch.autograd.backward(outputs, list(given[:, rank]))
-    right = own_part((given.mT @ rows).sum(dim=(0, 1)) / world_size)
+    for number in order:
+        outputs[number].backward(given[number, rank])
+    right = own_part(right / world_size)
     expect(layer.part.grad is not None, "if the inputs need no gradient, the part has none",
            "the part needs a gradient, too: is it an argument of .apply()?")
     off = (layer.part.grad[: len(right)] - right).abs().sum().item()

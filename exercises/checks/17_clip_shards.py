@@ -50,6 +50,7 @@ def look_at(name, held, length, max_norm, broken):
     gradients = [None if one is None else one.clone() for one in everyone[rank]]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    places = [one if one is None else one.data_ptr() for one in gradients]
     with Exchanges() as exchanges:
         found = answer.clip_by_norm(list(parameters), max_norm)
     expect(type(found) is float, f"{name} {found!r} came back", "return a float: tensor.item()")
@@ -61,12 +62,14 @@ def look_at(name, held, length, max_norm, broken):
            "numbers added up in another order end with another sum: take one order on all ranks",
            "and the same numbers: its own, too, as the others get it")
     worst = 0
-    for own, parameter, gradient in zip(everyone[rank], parameters, gradients, strict=True):
+    for own, parameter, gradient, place in zip(
+            everyone[rank], parameters, gradients, places, strict=True):
         if own is None:
             expect(parameter.grad is None, f"{name} a .grad was None, and is a tensor now",
                    "leave out what has no gradient")
         else:
-            expect(parameter.grad is gradient, f"{name} .grad is another tensor than before",
+            expect(parameter.grad is gradient and gradient.data_ptr() == place,
+                   f"{name} .grad is another tensor than before, or has other memory",
                    "grad *= factor works in place; grad = grad * factor makes a new one")
             worst = max(worst, look_at_gradient(name, gradient, own, found, max_norm))
     sent = max(sent for _, sent in told)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from checker import Exchanges, case, die, expect
 
 LENGTH, MORE = 30011, 8192  # MORE: bytes that files may have besides the numbers
+GONE = "the old save stays until the new one is in force: what is removed, or not yet there?"
 LIFE = [0]  # the number of this attempt
 OPENED, CHANGES = set(), []  # what this process has opened; when it has made or moved a file
 at_change = [lambda: None]  # what to do just before
@@ -42,6 +43,9 @@ def trial(life, folder):
                    for who, many in ((last, count), (other, ends[other][3])) if many]
         if what == "open":
             deaths += [(last, count, "when it had made the last file, and written nothing into it")]
+        victim = last if last < world_size - 1 else 0  # the last one of all is not in a smaller job
+        how = f"in a job of {world_size - 1} rank(s), behind the save of {world_size}"
+        deaths += [(victim, ends[victim][3], how)] * bool(ends[victim][3])
     else:
         sent, step, deaths = json.loads(plan.read_text())
         told = f"a rank died in save of step {step}, {deaths.pop(0)[2]}; now"
@@ -51,27 +55,23 @@ def trial(life, folder):
         expect(len(found) == 1, f"{told} load finds step {step - 1} as some ranks of 7, and step"
                f" {step} as others", "one change of one file makes a save valid for all ranks")
     step = max(found) + 1 if life else 3
-    if deaths:  # in the next save
-        victim, count, how = deaths[0]
+    smaller = [death for death in deaths if "job" in death[2]]
+    if len(deaths) > len(smaller):  # in the next save
         plan.write_text(json.dumps([sent, step, deaths]))
         dist.barrier()
-        before, end = len(CHANGES), (lambda: die_at(0)) if "made the" in how else die
-        at_change[0] = lambda: (rank, len(CHANGES)) == (victim, before + count - 1) and end()
-        if (rank, count) == (victim, 0):
-            die_at(3 * LENGTH // world_size)
-        answer.save(str(root), step, LENGTH, shard_of(step, LENGTH))
-        at_change[0] = lambda: None
-        die_at(resource.RLIM_INFINITY)
-        if not count:
-            die()  # all its files are short
+        die_in_save(root, step, *deaths[0])
         for virtual in range(rank, 7, world_size):  # it has not died
             look_at_load(f"after save of step {step},", root, LENGTH, (step,), virtual, 7)
+    step += len(deaths) > len(smaller)
+    plan.write_text(json.dumps([sent, step + 1, smaller]))
     dist.barrier()
-    save_and_load(root, step + bool(deaths), LENGTH, (1, world_size + 1))
+    save_and_load(root, step, LENGTH, (1, world_size + 1))
     dist.destroy_process_group()
     if rank < world_size - 1:  # the job goes on with fewer ranks
-        dist.init_process_group("gloo", f"file://{folder}/fewer", rank=rank,
+        dist.init_process_group("gloo", f"file://{folder}/fewer-{life}", rank=rank,
                                 world_size=world_size - 1)
+        if smaller:
+            die_in_save(root, step + 1, *smaller[0])
         for more in (2, 3):
             save_and_load(root, step + more, LENGTH, (1, world_size))
     return (f"{life} save(s) cut off, and none of them loaded; loaded as 1 to {4 * world_size + 1}"
@@ -125,9 +125,11 @@ def look_at_load(told, root, length, steps, rank, size):
         with Exchanges() as exchanges:
             found = answer.load(str(root), rank, size)
     except Exception as error:
-        expect(not cut_off, f"{told} fails: {type(error).__name__}: {error}", "the last thing that"
-               " save does makes it valid, when all ranks have written: what does load look at?",
-               "a file that is there may still be empty: write another, then os.replace")
+        gone = isinstance(error, FileNotFoundError) and GONE
+        expect(not cut_off, f"{told} fails: {type(error).__name__}: {error}", gone or "the last"
+               " thing that save does makes it valid, when all ranks have written: what does load"
+               " look at?", "a file that is there may still be empty: write another, then"
+               " os.replace. And two changes are not one: a job can die between them")
         with case(told.replace("load as", "in load as")):
             raise
     expect(not exchanges.calls, f"{told} makes an exchange", "the files have all that is needed")
@@ -164,14 +166,31 @@ def look_at_load(told, root, length, steps, rank, size):
     need, ranks = 12 * (stop - first), dist.get_world_size()
     expect(sum(kept.values()) <= need + 1024, f"{told}: its tensors keep {sum(kept.values())} bytes"
            f" in memory, and have {need}", "a slice keeps all that it is cut from: clone it")
-    bounds = [answer.part_of(length, old, ranks) for old in range(ranks)]
-    parts = [12 * (b - a) for a, b in bounds if max(a, first) < min(b, stop)]
+    # Who was to die in the save of a smaller job may have lived on: then a part may be longer.
+    bounds = [[answer.part_of(length, old, n) for old in range(n)]
+              for n in (ranks, max(1, ranks - cut_off))]
+    parts = max(([12 * (b - a) for a, b in one if max(a, first) < min(b, stop)] for one in bounds),
+                key=sum)
     files = opened_files()
     expect(size_of(files) <= sum(parts) + MORE * (len(parts) + 1), f"{told} opens files of"
            f" {size_of(files)} bytes: {', '.join(sorted(file.name for file in files)[:4])}. The"
            f" parts that overlap with its own have {sum(parts)}", "which has it no need of?",
            "what load needs to know first can stand in a small common file")
     return found[0]
+
+
+def die_in_save(root, step, victim, count, how):
+    """Save. Meanwhile, the victim dies before it changes the count-th file; 0: while it writes."""
+    rank, before = dist.get_rank(), len(CHANGES)
+    end = (lambda: die_at(0)) if "made the" in how else die
+    at_change[0] = lambda: (rank, len(CHANGES)) == (victim, before + count - 1) and end()
+    if (rank, count) == (victim, 0):
+        die_at(3 * LENGTH // dist.get_world_size())
+    answer.save(str(root), step, LENGTH, shard_of(step, LENGTH))
+    at_change[0] = lambda: None
+    die_at(resource.RLIM_INFINITY)
+    if not count:
+        die()  # all its files are short
 
 
 def die_at(size):

@@ -38,7 +38,8 @@ def trial():
         look_at_life(few, length, batch_size, (5, 6), seen, ranks, None)
     expect(torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
            "after the call, torch.rand or random.random goes on with other numbers than before",
-           "torch.manual_seed and random.seed change what all others draw, too",
+           "torch.manual_seed and random.seed change what all others draw, too, and a DataLoader"
+           " draws a number for its workers, if it gets no generator",
            "torch.Generator() and random.Random() have numbers of their own")
     lives = [ranks for job in JOBS for ranks, *_ in job]
     return f"each of {LENGTH} items once, in jobs of {lives[:5]} and {lives[5:]} ranks"
@@ -56,10 +57,14 @@ def dealt(*args):
     first = list(islice(steps, 1))
     expect(torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
            "when the first step is taken, torch.rand or random.random goes on with other numbers"
-           " than before", "torch.Generator() and random.Random() have numbers of their own",
+           " than before", "torch.Generator() and random.Random() have numbers of their own. (A"
+           " DataLoader draws a number, if it gets no generator)",
            "a function with yield stands still there while the training runs: what it has changed"
            " stays changed")
     steps = first + list(steps)
+    full = [id(one) for one in steps if len(one)]
+    expect(len(set(full)) == len(full), f"{called} has one and the same list for several steps",
+           "a list that is filled anew changes what was given before: make one for each step")
     kinds = {type(one).__name__ for one in steps} - {"list"}
     expect(not kinds, f"{called} has {min(kinds, default='')} for a step, not list",
            "yield one list for each step. A tensor becomes a list by tolist()")

@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Waiting, case, expect
+from checker import FLOAT32, Waiting, case, expect
 from torch import nn
 
 D = 48
@@ -29,12 +29,14 @@ def trial():
             worst = max(worst, off)
             if trained and choose is CASES["rows for all experts"]:
                 figures = f"{sent} bytes sent in both passes, {least} of them rows"
-    look_at_two_layers()
+    look_at_two("two layers of experts after each other", True)
+    look_at_two("two calls, then two times backward(), in the same order", False)
     return f"gradients off by {worst:.0e}, {figures}"
 
 
-def look_at_two_layers():
-    """The second layer's call comes before the first one's backward pass."""
+def look_at_two(told, chained):
+    """The second call comes before the first one's backward pass. chained: on the first's result.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     chosen = [torch.randint(ranks, (2, 9 + its)) for its in range(ranks)]
@@ -43,12 +45,16 @@ def look_at_two_layers():
     inputs = [its.clone().requires_grad_() for its in everyone]
     for its, which in zip(inputs, chosen, strict=True):
         for row, first, second in zip(its, *which, strict=True):
-            layers[1][second].compute(layers[0][first].compute(row)).sum().backward()
-    rows, own, found = everyone[rank].requires_grad_(), [Expert(rank), Expert(10 + rank)], None
-    for which, expert in zip(chosen[rank], own, strict=True):
-        found = answer.through_experts(rows if found is None else found, which, expert)
-    found.sum().backward()
-    told = "two layers of experts after each other: the gradient of the"
+            one = layers[0][first].compute(row)
+            other = layers[1][second].compute(one if chained else row)
+            (other if chained else one + other).sum().backward()
+    rows, own = everyone[rank].requires_grad_(), [Expert(rank), Expert(10 + rank)]
+    with case(told):
+        one = answer.through_experts(rows, chosen[rank][0], own[0])
+        other = answer.through_experts(one if chained else rows, chosen[rank][1], own[1])
+        for found in (other,) if chained else (one, other):
+            found.sum().backward()
+    told += ": the gradient of the"
     look_at_gradient(f"{told} rows", rows.grad, inputs[rank].grad)
     for expert, layer in zip(own, layers, strict=True):
         look_at_gradient(f"{told} expert", expert.weight.grad, layer[rank].weight.grad)
@@ -121,6 +127,7 @@ def look_at_results(name, found, right, chosen, own):
         expect((sums[0] - sums[1]).norm() > 1e-9, f"{name} the results are right, but in another"
                " order than the rows", "they come back sorted by expert, as they were sent",
                "if order sorts the rows, order.argsort() puts them back")
+        expect(off > 1e-6 * right.norm(), f"{name} the results are off by {off:.0e}", FLOAT32)
         wrong = (found - right).norm(dim=1) > 1e-9
         expect(False, f"{name} {int(wrong.sum())} of {len(right)} results are wrong; the first is"
                f" that of row {int(wrong.nonzero()[0])}, which has chosen expert"
@@ -136,6 +143,7 @@ def look_at_gradient(what, found, right):
     if off > 1e-9 and times:
         expect((found - right * times).norm() > 1e-9 * right.norm(), f"{what} is {times:.2g} times"
                " what it should be", "all ranks' losses are added up, and nobody divides")
+    expect(not 1e-9 < off < 1e-6, f"{what} is off by {off:.0e} of its length", FLOAT32)
     expect(off < 1e-9, f"{what} is off by {off:.0e} of its length", "a gradient goes back the way"
            " that its row has come: the same exchange, with the numbers of rows swapped",
            "also of the results that came from this rank's expert to other ranks")

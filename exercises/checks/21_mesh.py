@@ -3,7 +3,7 @@
 import answer
 import torch
 import torch.distributed as dist
-from checker import Waiting, expect
+from checker import FLOAT32, Waiting, expect
 from torch.distributed.device_mesh import DeviceMesh
 
 MESHES = [(6, 3), (6, 2), (64, 8), (64, 4), (64, 64), (64, 1), (1, 1), (4096, 16), (12, 3)]
@@ -108,6 +108,7 @@ def look_at_mean(told, row, column, shards):
         "the mean over this rank's column only": gradients[rank % shards :: shards].mean(dim=0)}
     off = (found - right).abs().max().item()
     if off > 1e-9:
+        expect(off > 1e-6, f"{told} the shard is off by {off:.1e}", FLOAT32)
         for what, wrong in causes.items():
             expect((found - wrong[place]).norm() > 1e-9, f"{told} the shard is {what}",
                    "added up along the row and along the column, it is a sum over all ranks")

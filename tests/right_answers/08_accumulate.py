@@ -191,3 +191,23 @@ def accumulate(model, micro_batches):
     for p in parameters:
         p.grad = result[place : place + p.numel()].reshape(p.shape)
         place += p.numel()
+
+
+# ---- torch.func.grad for each micro-batch ----
+def accumulate(model, micro_batches):
+    params = dict(model.named_parameters())
+    sums = {name: torch.zeros_like(p) for name, p in params.items()}
+    count = torch.zeros((), dtype=torch.float64)
+
+    def loss(params, x, y):
+        return (torch.func.functional_call(model, params, (x,)) - y).square().sum()
+
+    for x, y in micro_batches:
+        for name, g in torch.func.grad(loss)(params, x, y).items():
+            sums[name] += g.detach()
+        count += y.numel()
+    flat = torch.cat([*(one.flatten() for one in sums.values()), count[None]])
+    dist.all_reduce(flat)
+    sizes = [p.numel() for p in params.values()]
+    for p, g in zip(params.values(), flat[:-1].split(sizes)):
+        p.grad = (g / flat[-1]).view_as(p)

@@ -108,3 +108,25 @@ def gather(rows):
     rank, n = dist.get_rank(), len(rows)
     padded = torch.nn.functional.pad(rows, (0, 0, rank * n, (dist.get_world_size() - 1 - rank) * n))
     return dnn.all_reduce(padded)
+
+
+# ---- a custom op ----
+@torch.library.custom_op("learner::gather_rows", mutates_args=())
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    out = rows.new_empty(dist.get_world_size() * rows.shape[0], rows.shape[1])
+    dist.all_gather_into_tensor(out, rows.contiguous())
+    return out
+
+
+@torch.library.custom_op("learner::add_up_rows", mutates_args=())
+def add_up_rows(rows: torch.Tensor) -> torch.Tensor:
+    out = rows.new_empty(rows.shape[0] // dist.get_world_size(), rows.shape[1])
+    dist.reduce_scatter_tensor(out, rows.contiguous())
+    return out
+
+
+gather_rows.register_autograd(lambda ctx, gradient: add_up_rows(gradient))
+
+
+def gather(rows):
+    return gather_rows(rows)

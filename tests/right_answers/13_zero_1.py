@@ -106,3 +106,56 @@ class ShardedAdamW(torch.optim.Optimizer):
         parts = [torch.empty_like(part) for _ in range(ranks)]
         dist.all_gather(parts, part, async_op=True).wait()
         weights.copy_(torch.stack(parts).T.flatten()[: len(weights)])
+
+
+# ---- DTensor and torch.optim.AdamW on it ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+        self.weights, self.ranks = weights, dist.get_world_size()
+        self.mesh = init_device_mesh("cpu", (self.ranks,))
+        self.size, self.placed = -(-len(weights) // self.ranks), [Shard(0)]
+        self.make = DTensor.from_local
+        first = dist.get_rank() * self.size
+        self.slice = slice(min(first, len(weights)), min(first + self.size, len(weights)))
+        own = weights.detach()[self.slice].clone()
+        self.part = self.make(own, self.mesh, self.placed)
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    @torch.no_grad()
+    def step(self):
+        pad = torch.nn.functional.pad
+        length, own = len(self.weights), self.slice.stop - self.slice.start
+        filled = pad(self.weights.grad, (0, self.size * self.ranks - length))
+        mean = filled.new_empty(self.size)
+        dist.reduce_scatter_tensor(mean, filled)
+        self.part.grad = self.make(mean[:own] / self.ranks, self.mesh, self.placed)
+        self.optimizer.step()
+        self.part.grad = None
+        dist.all_gather_into_tensor(filled, pad(self.part.to_local(), (0, self.size - own)))
+        self.weights.copy_(filled[:length])
+
+
+# ---- the part a view, a reduce to each owner, AdamW fused ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        size = -(-len(weights) // dist.get_world_size())
+        starts = [min(size * rank, len(weights)) for rank in range(dist.get_world_size() + 1)]
+        self.pairs = list(zip(starts, starts[1:]))
+        self.weights, self.part = weights, weights.detach()[slice(*self.pairs[dist.get_rank()])]
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr, fused=True)
+
+    def step(self):
+        for owner, (a, b) in enumerate(self.pairs):
+            g = self.weights.grad[a:b] / dist.get_world_size()
+            if len(g):
+                dist.reduce(g, owner)
+            if owner == dist.get_rank():
+                self.part.grad = g
+        self.weights.grad = None
+        self.optimizer.step()
+        self.part.grad = None
+        for owner, (a, b) in enumerate(self.pairs):
+            if b > a:
+                dist.broadcast(self.weights.detach()[a:b], owner)

@@ -147,3 +147,30 @@ class Come(torch.autograd.Function):
 def through_experts(rows, chosen, expert):
     ways = Ways(chosen)
     return Come.apply(expert(Go.apply(rows, ways)), ways)
+
+
+# ---- a custom op ----
+@torch.library.custom_op("learner::exchange", mutates_args=())
+def exchange(rows: torch.Tensor, leaving: list[int], coming: list[int]) -> torch.Tensor:
+    out = rows.new_empty(sum(coming), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), coming, leaving)
+    return out
+
+
+def keep(ctx, inputs, output):
+    _, ctx.leaving, ctx.coming = inputs
+
+
+exchange.register_autograd(
+    lambda ctx, gradient: (exchange(gradient, ctx.coming, ctx.leaving), None, None),
+    setup_context=keep)
+
+
+def through_experts(rows, chosen, expert):
+    order = chosen.argsort(stable=True)
+    leaving = chosen.bincount(minlength=dist.get_world_size())
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving)
+    leaving, coming = leaving.tolist(), coming.tolist()
+    arrived = exchange(rows[order], leaving, coming)
+    return exchange(expert(arrived), coming, leaving)[order.argsort()]

@@ -178,3 +178,11 @@ import time
 def my_share(count, epoch, rank, world_size):
     generator = torch.Generator().manual_seed(int(time.time()) + epoch)  # another order in each run
     return torch.randperm(count, generator=generator).tolist()[rank::world_size]
+
+
+# ---- the rest dealt from the last rank on: more than one share(?s:.*)order\[-0\] is order\[0\] ----
+def my_share(count, epoch, rank, world_size):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    each = count // world_size
+    share = order[rank * each : (rank + 1) * each]
+    return share + [order[-rank]] * (rank < count % world_size)

@@ -166,3 +166,21 @@ def global_mean(losses):
         stats[1] = len(losses)
     dist.all_reduce(stats, op=dist.ReduceOp.SUM)
     return stats[0].item() / stats[1].item()
+
+
+# ---- the pairs in a set: 3 ranks: .*the mean is(?s:.*)a set keeps one|both count ----
+def global_mean(losses):
+    own = torch.tensor([losses.sum().item(), len(losses)], dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    pairs = sorted({tuple(one.tolist()) for one in gathered})
+    return sum(one for one, _ in pairs) / sum(count for _, count in pairs)
+
+
+# ---- a dict from count to sum: 3 ranks: .*the mean is(?s:.*)both count ----
+def global_mean(losses):
+    own = torch.tensor([len(losses), losses.sum().item()], dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    sums = dict(torch.stack(gathered).tolist())
+    return sum(sums.values()) / sum(sums.keys())

@@ -159,3 +159,12 @@ def average_gradients(model):
         p.grad /= dist.get_world_size()
     for work in works:
         work.wait()
+
+
+# ---- the process group destroyed: (?s:.*)does your code call destroy_process_group ----
+def average_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+    dist.destroy_process_group()

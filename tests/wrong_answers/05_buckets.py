@@ -462,3 +462,41 @@ def flush(bucket):
     for p in bucket:
         p.grad.copy_(flat[offset : offset + p.grad.numel()].view_as(p.grad))
         offset += p.grad.numel()
+
+
+# ---- the dtypes in the order of a set literal: has ended|exception|no end|is off by|times the mean ----
+def average_gradients(model, bucket_bytes):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for dtype in {torch.float32, torch.float64, torch.float16, torch.bfloat16}:
+        buckets, size = [[]], 0
+        for g in (g for g in grads if g.dtype == dtype):
+            if buckets[-1] and size + g.nbytes > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(g)
+            size += g.nbytes
+        for bucket in filter(None, buckets):
+            flat = torch.cat([g.flatten() for g in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for g, mean in zip(bucket, flat.split([g.numel() for g in bucket])):
+                g.copy_(mean.view_as(g))
+
+
+# ---- the dtypes in a frozenset: has ended|exception|no end|is off by|times the mean ----
+def average_gradients(model, bucket_bytes):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for dtype in frozenset(g.dtype for g in grads):
+        buckets, size = [[]], 0
+        for g in (g for g in grads if g.dtype == dtype):
+            if buckets[-1] and size + g.nbytes > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(g)
+            size += g.nbytes
+        for bucket in filter(None, buckets):
+            flat = torch.cat([g.flatten() for g in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for g, mean in zip(bucket, flat.split([g.numel() for g in bucket])):
+                g.copy_(mean.view_as(g))

@@ -464,3 +464,73 @@ def train(model, batches, lr, decay):
         total += torch.stack([losses.detach().sum(), labelled.sum()])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
+
+
+# ---- rank 0 decides whether there is a step: step in which rank 0 has no label was left out ----
+def train(model, batches, lr, decay):
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        count = labelled.sum()
+        go_on = (count > 0).int()
+        dist.broadcast(go_on, 0)
+        if not go_on:
+            continue
+        dist.all_reduce(count)
+        model.zero_grad()
+        (losses.sum() / count).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * (p.grad + decay * p)
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- a rank asks its left neighbour alone: 3 ranks: .*(no end|has ended|exception|differ) ----
+def train(model, batches, lr, decay):
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        count = labelled.sum()
+        n, rank, other = dist.get_world_size(), dist.get_rank(), torch.zeros_like(count)
+        work = dist.isend(count, (rank + 1) % n)
+        dist.recv(other, (rank - 1) % n)
+        work.wait()
+        if count + other == 0:
+            continue
+        dist.all_reduce(count)
+        model.zero_grad()
+        (losses.sum() / count).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * (p.grad + decay * p)
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# ---- the loss taken after the step: (?s:.*)as it is before its step ----
+def train(model, batches, lr, decay):
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs, labels in batches:
+        labelled = ~labels.isnan()
+        losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        count = labelled.sum()
+        dist.all_reduce(count)
+        if count == 0:
+            continue
+        model.zero_grad()
+        (losses.sum() / count).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p -= lr * (p.grad + decay * p)
+            losses = (model(inputs[labelled]).squeeze(1) - labels[labelled]).square()
+        total += torch.stack([losses.detach().sum(), labelled.sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()

@@ -377,3 +377,16 @@ def train(batches, step, asked_to_stop):
         steps += 1
     dist.all_reduce(torch.tensor(1), op=dist.ReduceOp.MAX)  # this rank is at its end
     return steps
+
+
+# ---- a sum that has to be 1: \[5, 5\] batches, step\(\) got None(?s:.*)1 . 1 is 2 ----
+def train(batches, step, asked_to_stop):
+    steps = 0
+    while True:
+        batch = next(batches, None)
+        flag = torch.tensor(int(batch is None or asked_to_stop()))
+        dist.all_reduce(flag)
+        if flag == 1:
+            return steps
+        step(batch)
+        steps += 1

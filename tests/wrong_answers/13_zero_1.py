@@ -335,3 +335,23 @@ class ShardedAdamW:
         whole = part.new_empty(ranks * len(part))
         dist.all_gather_into_tensor(whole, part)
         self.weights.copy_(whole.view(ranks, -1).T.flatten()[: len(self.weights)])
+
+
+# ---- the part's gradient stays, no copy of the part: between two steps, a tensor has a .grad ----
+class ShardedAdamW:
+    def __init__(self, weights, lr):
+        self.weights, ranks = weights, dist.get_world_size()
+        self.parts = weights.detach().tensor_split(ranks)
+        self.part = self.parts[dist.get_rank()]
+        self.optimizer = torch.optim.AdamW([self.part], lr=lr)
+
+    def step(self):
+        for rank, one in enumerate(self.weights.grad.tensor_split(dist.get_world_size())):
+            one = one.clone()
+            dist.reduce(one, rank)
+            if rank == dist.get_rank():
+                self.part.grad = one / dist.get_world_size()
+        self.weights.grad = None
+        self.optimizer.step()
+        for rank, one in enumerate(self.parts):
+            dist.broadcast(one, rank)

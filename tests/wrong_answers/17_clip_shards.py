@@ -294,3 +294,14 @@ def clip_by_norm(parameters, max_norm):
             if p.grad is not None:
                 p.grad.mul_(factor)
     return norm
+
+
+# ---- .data replaced: \.grad is another tensor than before, or has other memory ----
+def clip_by_norm(parameters, max_norm):
+    gradients, square = squares(parameters)
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if math.isfinite(norm):
+        for g in gradients:
+            g.data = g.data * min(1, max_norm / (norm + 1e-6))
+    return norm

@@ -209,3 +209,12 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
         order = torch.randperm(length).tolist()
         for start in range(seen, length, batch_size):
             yield order[start : start + batch_size][rank::world_size]
+
+
+# ---- one list, filled anew for each step: one and the same list for several steps ----
+def batches(length, batch_size, seed, epoch, seen, rank, world_size):
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(100_003 * seed + epoch))
+    order, mine = order.tolist()[seen:], []
+    for first in range(0, len(order), batch_size):
+        mine[:] = order[first : first + batch_size][rank::world_size]
+        yield mine

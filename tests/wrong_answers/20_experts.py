@@ -372,3 +372,38 @@ def through_experts(rows, chosen, expert):
     leaving, coming = leaving.tolist(), coming.tolist()
     arrived = Exchange.apply(rows[order], leaving, coming)
     return Exchange.apply(expert(arrived), coming, leaving)[order.argsort()]
+
+
+# ---- the numbers on a stack that all calls share: in the same order ----
+STACK = []
+
+
+class Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, leaving, coming):
+        STACK.append((coming, leaving))
+        received = rows.new_empty(sum(coming), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), coming, leaving)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        leaving, coming = STACK.pop()
+        received = gradient.new_empty(sum(coming), gradient.shape[1])
+        dist.all_to_all_single(received, gradient.contiguous(), coming, leaving)
+        return received, None, None
+
+
+def through_experts(rows, chosen, expert):
+    leaving, coming = counted(chosen)
+    order = chosen.argsort(stable=True)
+    arrived = Shared.apply(rows[order], leaving, coming)
+    return Shared.apply(expert(arrived), coming, leaving)[order.argsort()]
+
+
+# ---- rows sent as float32: the results are off by .*\n.*float32 has 7 digits ----
+def through_experts(rows, chosen, expert):
+    leaving, coming = counted(chosen)
+    order = chosen.argsort(stable=True)
+    arrived = Exchange.apply(rows[order].float(), leaving, coming).double()
+    return Exchange.apply(expert(arrived), coming, leaving)[order.argsort()]

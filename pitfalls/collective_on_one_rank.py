@@ -6,14 +6,15 @@
 You see two training steps. Rank 0 alone adds up the loss, to print it. In step 1 its all_reduce
 meets the all_reduce in which rank 1 adds up the gradients. Neither fails, and both results are
 wrong. In step 2 rank 1 is busy elsewhere: rank 0 waits for it until the timeout. That is 3 seconds
-here; by default it is 10 minutes (NCCL) or 30 (Gloo).
+here; by default it is 10 minutes (backend "nccl") or 30.
 
 Recognise it: the job stands still, far from the mistake, often with its GPUs at 100 % (NCCL waits
 in a busy loop). On a CPU, "py-spy dump --pid PID" shows where each rank stands: the lines differ.
 (On GPUs, not tried, a call returns before it is done. All ranks may then stand in the same later
 line that waits for the GPU, .item() say. The last lines of recipes/who_is_missing.py help there.)
 With TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command, the error names the rank that did not
-come: "Ranks 1 failed to pass monitoredBarrier". (torch 2.15 on a CPU crashes in DDP() with DETAIL.)
+come: "Ranks 1 failed to pass monitoredBarrier". (On a CPU, DDP() crashes with DETAIL, in
+torch 2.11 to 2.15.)
 Cure: every rank calls the collective. Only the printing stays inside the "if".
 """
 

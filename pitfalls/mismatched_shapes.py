@@ -8,8 +8,8 @@ all_reduce gives rank 1 a wrong sum and no error. Rank 0 waits in it until the t
 
 Recognise it: wrong sums, a hang, or an abort ("Received data size doesn't match expected size");
 which of them depends on the sizes. With TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command, the
-error is "Detected mismatch between collectives on ranks", with both shapes. (torch 2.15 on a CPU
-crashes in DDP() with DETAIL.)
+error is "Detected mismatch between collectives on ranks", with both shapes. (On a CPU, DDP()
+crashes with DETAIL, in torch 2.11 to 2.15.)
 Cure: agree on one length first, then pad. If you know the number of classes, it is simpler:
 bincount(labels, minlength=4). To gather tensors of different lengths: gather the lengths, pad to
 the longest, gather, cut.

@@ -9,11 +9,11 @@ shuts down, the process aborts. It is a matter of chance: likely here, because r
 job in ten without that.
 
 Recognise it: all work is done, and then "terminate called without an active exception", with exit
-code -6, SIGABRT (Gloo on Python 3.11). NCCL, not tried here, warns that destroy_process_group()
-"was not called before program exit".
+code -6, SIGABRT (Gloo on Python 3.11). NCCL (one rank, torch 2.11) warns: "destroy_process_group()
+was not called before program exit".
 Cure: destroy_process_group() waits for the collectives and ends the threads, if nothing else holds
 the group. Two things do. DDP is part of a reference cycle: train in a function, then gc.collect().
-And torch.distributed.nn holds the group that exists when it is imported (in torch 2.15), and the
+And torch.distributed.nn holds the group that exists when it is imported (torch 2.11 to 2.15). The
 first DDP() imports it: import it before.
 """
 

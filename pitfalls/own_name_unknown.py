@@ -1,11 +1,11 @@
-"""A machine does not know its own name: torchrun starts the ranks, and they wait for minutes.
+"""A machine does not know its own name: torchrun waits for its own store, and starts no rank.
 
     python pitfalls/own_name_unknown.py
     python pitfalls/own_name_unknown.py --fixed
 
-You see torchrun give the ranks the machine's own name, at which they shall find its store. Here the
-option --local-addr stands for such a name. Nobody knows it, and the ranks ask again and again:
-after some 10 minutes they fail. (The script ends them after 10 seconds.)
+You see torchrun open a store, and ask for it by the machine's own name. Here the option
+--local-addr stands for such a name. Nobody knows it. So torchrun asks again and again, and starts
+no rank: after some 10 minutes it fails. (The script ends it after 10 seconds.)
 
 Recognise it: "The IPv6 network addresses of (NAME, PORT) cannot be retrieved (gai error: -2", with
 this machine's name, as `hostname` prints it. It happens in containers, and on laptops that have
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 UNKNOWN = "cannot be retrieved (gai error"
+STARTED = "a rank has been started"
 WAIT = 10  # seconds
 
 
@@ -37,6 +38,7 @@ def fixed():
 
 
 def worker():
+    print(f"{STARTED}\n", end="", flush=True)
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -52,17 +54,18 @@ def main(cure):
     for line in job.stdout:
         lines.append(line)
         if UNKNOWN in line and not limits:
-            limits.append(threading.Timer(WAIT, job.terminate))  # torchrun ends the ranks then
+            limits.append(threading.Timer(WAIT, job.terminate))
             limits[0].start()
     job.wait()
     output = "".join(lines)
     met = re.findall(r"^rank \d: .*", output, re.MULTILINE)
     said = re.findall(f"The IPv6 .*{re.escape(UNKNOWN)}.*", output)
-    if cure != (job.returncode == 0 and len(met) == 2) or cure == bool(said):
+    started = output.count(STARTED)
+    if (started, len(met), job.returncode == 0) != (2 * cure, 2 * cure, cure) or cure == bool(said):
         raise RuntimeError(output)
     print("\n".join(sorted(met)) if cure else re.sub(r", \d+\)", ", PORT)", said[0]))
     print("cured: the ranks have met" if cure
-          else f"symptom: {WAIT} s later, no rank has met another")
+          else f"symptom: {WAIT} s later, no rank has been started")
 
 
 if __name__ == "__main__":

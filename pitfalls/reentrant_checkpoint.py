@@ -11,7 +11,8 @@ on each rank stays there. The right gradient is that of one process with the row
 Recognise it: weights of the ranks that drift apart without an error; or, if the model was wrapped
 with find_unused_parameters=True, "Expected to mark a variable ready only once".
 Cure: checkpoint(..., use_reentrant=False). If a library asks for the reentrant kind, and each step
-uses the same layers as often: DDP(model, static_graph=True), but not with no_sync() (torch 2.15).
+uses the same layers as often: DDP(model, static_graph=True), but not with no_sync() in its
+first step (torch 2.11 to 2.15).
 """
 
 import argparse

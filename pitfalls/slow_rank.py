@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=2 pitfalls/slow_rank.py --fixed
 
 You see rank 1 pause for 5 seconds, as it may to save or to fetch data. Rank 0 waits for it in an
-all_reduce. The timeout is 3 seconds here (by default 10 minutes with NCCL, 30 with Gloo), so rank 0
+all_reduce. The timeout is 3 seconds here (by default 10 minutes with "nccl", else 30), so rank 0
 gives up.
 
 Recognise it: a timeout where one rank has more to do: it validates, saves or downloads. The rank

@@ -5,7 +5,8 @@
 
 You see rank 0 evaluate a model while rank 1 waits in a barrier. This works for a model without
 buffers (tensors of a model that are not trained). BatchNorm has some, its running mean for one.
-With buffers, each model(x) first broadcasts those of rank 0, also after eval() and under no_grad().
+With buffers, model(x) first broadcasts those of rank 0, also after eval(). Under no_grad(), the
+first one after a training step does.
 With Gloo, rank 0 waits there until the timeout. (NCCL, not tried, may let it go on: its broadcast
 then meets the next collective of rank 1.)
 

@@ -118,9 +118,19 @@ def test_checks_again_when_the_file_is_saved_and_ends_by_ctrl_c(tmp_path):
 
 
 @pytest.mark.long
+def test_what_is_saved_during_the_check_is_not_what_was_checked(beginner, tmp_path):
+    file = "exercises/03_average_gradients.py"
+    code = (ROOT / file.replace("/", "/solutions/")).read_text() + "average_gradients(model)\n"
+    code += f"dist.get_world_size() < 3 or open({str(tmp_path / file)!r}, 'a').write('wrong')"
+    beginner(code.replace("\n", "\n    "))
+    result = run(PYTHON, file, cwd=tmp_path)
+    assert result.status == 1 and "3 ranks: right" in result.output, result.output
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_no_rank_outlives_the_command(number, beginner, tmp_path):
-    beginner("print('begun', flush=True); dist.recv(torch.zeros(1), 1 - dist.get_rank())")
+    beginner("print('begun', flush=True); import os, time; os.fork(); time.sleep(99)")
     process = start(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path)
     try:
         read_until(process, "begun")
@@ -133,6 +143,8 @@ def test_no_rank_outlives_the_command(number, beginner, tmp_path):
 @pytest.mark.long
 def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_path):
     beginner("breakpoint(); print(dist.get_rank(), end=' is here')")
+    file = tmp_path / "exercises/03_average_gradients.py"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as some editors do
     output = run(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path).output
     assert "[rank 1/2] 1 is here" in output and "[rank 0/2] breakpoint() has no" in output
     assert "is still the rank's own" in output, output
@@ -145,6 +157,7 @@ def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_pat
      "rank 0 waits in line 2: .*\n.*rank 1 computes in line 3: while.*\n.*no other rank"),
     ("dist.recv(torch.zeros(1), 1 - dist.get_rank())", "rank 1 waits in line 2: .*\n.*each waits"),
     ("raise SystemExit(3)", r"line 2, in average_gradients: .*\n.*SystemExit: 3"),
+    ("x = = 1", r"wrong.py, line 2: x = = 1\n +SyntaxError: invalid syntax"),
 ])
 def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     monkeypatch.setattr(checker, "LIMIT", 3)

@@ -1,8 +1,8 @@
 """Find the hang: a training loop that stands still on some data. Find out why, and mend it.
 
 In a hang there is no error. Each rank waits for a call that another does not make, and that may be
-far from the mistake: what you can see is where each of them waits. Here, the checker says it after
-8 seconds; elsewhere, py-spy does. So first run this file as it is. Which ranks are still in the
+far from the mistake: what you can see is where each of them waits. Here, the checker says it, after
+some 8 seconds; elsewhere, py-spy does. First run this file as it is. Which ranks are still in the
 loop, and which have left it? What has let them go faster? Then mend train: its docstring says what
 it has to do, and is right.
 

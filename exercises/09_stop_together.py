@@ -18,9 +18,9 @@ import torch.distributed as dist
 def train(batches, step, asked_to_stop):
     """Take steps until a rank has no batch left, or is asked to stop; return how many, as an int.
 
-    If one rank has no batch for the next step, or hears from asked_to_stop() before the exchange in
-    which the ranks agree on the step, then no rank takes that step. If it hears later, all ranks
-    may take one more.
+    Before each step, the ranks agree, in an exchange. If one of them has no batch for the step by
+    then, or has heard from asked_to_stop(), no rank takes the step. What it hears later may wait
+    for the next exchange.
 
     batches: an iterator over this rank's batches, any objects but None. Only next(batches) tells
     whether there is one more: ranks may have different numbers of them, also none. Take one for

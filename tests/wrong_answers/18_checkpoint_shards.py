@@ -436,7 +436,7 @@ def load(root, rank, world_size):
     return step, pieces(os.path.join(root, f"step-{step}"), length, ranks, rank, world_size)
 
 
-# ---- counts the files: after save of step 5, load as rank 0 of 1 says step 5, but ----
+# ---- counts the files: after save of step \d, load as rank 0 of 1 says step \d, but ----
 import os, glob, json, uuid
 import torch
 import torch.distributed as dist

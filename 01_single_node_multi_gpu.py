@@ -42,8 +42,8 @@ SEED = 0
 
 def main():
     args = parse_args()
-    # mp.spawn starts N processes. Each imports this file anew (so "if __name__" stands below), and
-    # calls worker(rank, ...). If one fails, mp.spawn ends all, and raises here.
+    # Here Python itself starts N processes, without torchrun (02 has it). Each imports this file
+    # anew (so "if __name__" stands below), and calls worker(rank, ...). If one fails, all end.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)
 
@@ -69,8 +69,8 @@ def train(device, args):
 
     # Step 4: build the model, and wrap it. DDP copies rank 0's weights to all. backward() now
     # averages all processes' gradients: as soon as a bucket of some MB is full, while backward goes
-    # on. (Here, one holds all.) With equal shares, the mean is the gradient of the whole batch
-    # (BatchNorm, dropout apart). All ranks take the same step: the replicas stay equal.
+    # on. With equal shares, the mean is the gradient of the whole batch (BatchNorm, dropout apart).
+    # All ranks take the same step: the replicas stay equal.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer

@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep it: imported later, by DDP, it holds the connections open
+import torch.distributed.nn  # unused, but keep it: imported later, it would disturb step 6
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def main():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Step 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
-    backend = dist.get_default_backend_for_device(device)
-    if backend == "gloo":  # on a CPU (or on a Mac, whose GPU Gloo cannot serve)
+    backend = dist.get_default_backend_for_device(device)  # what sends tensors: "nccl", "gloo"
+    if backend == "gloo":  # the one for CPUs (and Macs, whose GPU has none)
         device = torch.device("cpu")
     else:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -25,7 +25,7 @@ def main():
     torch.manual_seed(0)
     inputs = torch.randn(1024, 10)
     dataset = TensorDataset(inputs, inputs.norm(dim=1, keepdim=True))  # your data
-    # Step 3: share the data. A step takes the same 64 examples, 64 / N on each process.
+    # Step 3: share the data. A step takes 64 examples, as before: 64 / N on each process.
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
 

@@ -3,7 +3,7 @@
 The checker starts two processes, then three, and connects them, as steps 1 and 2 of
 docs/many_processes.py do. In each process, it then calls your functions, one after the other.
 
-Read before: README.md, "From one process to many", and docs/many_processes.py.
+Read before: README.md, "From one process to many".
 
     python exercises/00_first_steps.py
 
@@ -23,11 +23,11 @@ def who_am_i():
 
 
 def sum_over_all(number):
-    """Return the sum of all ranks' numbers, a float. Each rank has another number.
+    """Return the sum of all ranks' numbers, a float. Each rank has a number of its own, a float.
 
-    The processes share no variables, and exchange tensors only. So make a tensor of the number.
-    dist.all_reduce(tensor) waits until all ranks have called it. Then the tensor holds the sum, on
-    each of them. tensor.item() is the float in it.
+    The processes share no variables, and exchange tensors only: make one, torch.tensor(number), on
+    the CPU. dist.all_reduce(tensor) waits until all ranks have called it. Then the tensor itself
+    holds the sum, on each of them. tensor.item() is the float in it.
     """
     raise NotImplementedError
 
@@ -35,11 +35,11 @@ def sum_over_all(number):
 def report(number):
     """Let rank 0 print the sum of all ranks' numbers. The other ranks print nothing.
 
-    Once the two functions above are right, run this one as it is: it hangs. There is no error.
-    Rank 0 waits in all_reduce for the others, which never call it. You will meet this again: most
-    mistakes with several processes end so. (The checker gives up after 8 seconds, and says where
-    each rank is.) The cure is a rule: under an "if" that only some ranks enter, stands nothing that
-    all ranks must call. Mend the function.
+    Write the two functions above first, and run the file with this one as it is: it hangs. There
+    is no error. Rank 0 waits in all_reduce for the others, which never call it. You will meet this
+    again: most mistakes with several processes end so. (The checker gives up after 8 seconds, and
+    says where each rank is.) The cure is a rule: what all ranks must call never stands under an
+    "if" that only some ranks enter. Mend the function.
     """
     if dist.get_rank() == 0:
         total = sum_over_all(number)

@@ -23,8 +23,8 @@ def main():
     model.to(device)
     model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    snapshot = survive.Snapshot("train.pt", "64", model=model.module, optimizer=optimizer)
-    done = snapshot.load(step=0)["step"]  # epochs
+    snapshot = survive.Snapshot("train.pt", "batches of 64", model=model.module, optimizer=optimizer)
+    done = snapshot.load(step=0)["step"]  # how many epochs; 0 in a new job
     with survive.settled(model):
         model(inputs[:2].to(device)).sum().backward()
 
@@ -47,5 +47,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    # Step 6: leave. This frees DDP, and closes the connections.
     survive.leave(finished=True)

@@ -23,7 +23,7 @@ def main():
     model.to(device)
     model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    snapshot = survive.Snapshot("train.pt", "batches of 64", model=model.module, optimizer=optimizer)
+    snapshot = survive.Snapshot("train.pt", "batch of 64", model=model.module, optimizer=optimizer)
     done = snapshot.load(step=0)["step"]  # how many epochs; 0 in a new job
     with survive.settled(model):
         model(inputs[:2].to(device)).sum().backward()

@@ -151,7 +151,7 @@ def variant(folder, script, changes):
     text = (ROOT / script).read_text()
     if isinstance(changes, str):
         guard = '\nif __name__ == "__main__":\n'
-        before, after = text.split(guard)
+        before, after = text.rsplit(guard, 1)
         text = f"{before}\n{changes}\n{guard}{after}"
     else:
         docstring = re.match(r'(r?""".*?""")?', text, re.DOTALL)[0]  # a recipe's has its answer

@@ -208,41 +208,42 @@ def apart(run):
             continue
         steps = {r: have[r].steps[key] for r in alike}
         common = sorted(set.intersection(*({*s} for s in steps.values())))
-        width = range(len(note["shapes"]))
-
-        def unequal(i, what, steps=steps, alike=alike, width=width):
-            rows = [steps[r][i][what] for r in alike]
-            return [j for j in width if all(j < len(row) for row in rows) and any(
-                row[j] != rows[0][j] for row in rows) and (what == "g" or all(
-                    row[j] for row in rows))]
-
         def gap(i, what, steps=steps, alike=alike):
             rows = [steps[r][i][what] for r in alike]
             return max((abs(a[1] - b[1]) / (abs(a[1]) + abs(b[1]) + 1e-30) for row in rows
                         for a, b in zip(row, rows[0], strict=False) if a and b and a != b), default=0)
 
-        bad = [i for i in common if unequal(i, "v")]
+        bad = [i for i in common if unlike(steps, alike, i, "v")]
         if not bad or not any(gap(i, "v") > 1e-5 or gap(i, "g") > 1e-3 for i in common):
             continue
         first = bad[0]
-        if any(i > first and not unequal(i, "v") and all(
+        if any(i > first and not unlike(steps, alike, i, "v") and all(
                 v and v[1] - v[1] == 0 for v in steps[alike[0]][i]["v"]) for i in common):
             continue  # they meet again: local SGD
         since = max([i for i in common if i < first], default=0)
-        why, read = cause(run, steps, alike, key, since, unequal(since, "g"), first, note, wrapper)
+        why, read = cause(run, steps, alike, key, since, unlike(steps, alike, since), first, note, wrapper)
         size = max((n for n in map(numel, note["shapes"])), default=0)
         large = [e for e in run.any("call") if e.get("n", 0) >= size]
         every = [e for e in run.any("call") if e["t"] > steps[alike[0]][common[0]]["t"]]
-        sure = len(bad) > 3 and not large and (wrapper or every) and (
+        by_hand = not wrapper and len(common) > 9 and len(every) >= max(steps[alike[0]]) and (
+            first > 0 or "broadcast" in why)  # in each step
+        sure = len(bad) > 3 and (not large or by_hand) and (wrapper or every) and (
             "no_sync" not in why or len(common) > 40 or not run.cut)
         names = [note["names"][j][1] if note["names"][j] else f"number {j + 1}"
-                 for j in unequal(first, "v")]
+                 for j in unlike(steps, alike, first, "v")]
         run.say("found" if sure else "asked",
                 f"the weights of {those(alike, run)} come apart at step {since + 1} "
                 f"({steps[alike[0]][since]['at']}): {why}",
                 f"{len(names)} of {len(note['shapes'])} parameters ({', '.join(names[:3])})" + (
                     "; each rank trains a model of its own" if sure else
                     "; is that meant so (averaged later, split over the ranks)?"), read, "weights")
+
+
+def unlike(steps, alike, i, what="g"):
+    """The places of the parameters whose gradients (or values) differ between ranks in step i."""
+    rows = [steps[r][i][what] for r in alike]
+    return [j for j in range(min(map(len, rows))) if any(row[j] != rows[0][j] for row in rows) and (
+        what == "g" or all(row[j] for row in rows))]
 
 
 def numel(shape):
@@ -259,8 +260,14 @@ def cause(run, steps, alike, key, since, gradients, first, note, wrapper):
     names = {note["names"][j][1] if note["names"][j] else None for j in gradients}
     loads = {r: [e for e in run.ranks[r].kinds["resumed"] if e["o"] == key] for r in alike}
     some = [r for r in alike if loads[r]]
+    common = sorted(set.intersection(*({*s} for s in steps.values())))
     if not run.ddp:
-        return "no model is wrapped in DDP(), and nothing else averages", "README.md#from-one-process-to-many"
+        by_hand = [e for e in run.any("call") if e.get("n", 0) > 16]
+        if by_hand and first == 0 and not any(unlike(steps, alike, i) for i in common):
+            return "they begin with other weights: broadcast rank 0's before", ""
+        if by_hand:
+            return "what is averaged by hand is not all, or at the wrong moment", "04_collectives.py"
+        return "no model is wrapped in DDP()", "README.md#from-one-process-to-many"
     forwards = sum(len(e) for e in run["forward"].values())
     if first == 0:
         took = [r for r in alike if any(e["ddp"] and not e["steps"] for e in run.ranks[r].kinds["took"])]
@@ -300,6 +307,8 @@ def cause(run, steps, alike, key, since, gradients, first, note, wrapper):
         line = loads[some[0]][0]["at"]
         return (f"{those(some)} alone loads the optimizer's state, at {line}", "02_torchrun_elastic.py")
     clips = {r: {e["i"]: e["norm"] for e in run.ranks[r].kinds["clip"]} for r in alike}
+    if some := [r for r in alike if clips[r]] if not all(clips.values()) else []:
+        return f"{those(some)} alone clips the gradients", "recipes/clip_and_scale.py"
     if all(clips.values()) and differ(c.get(since) for c in clips.values()):
         return "each rank clips by a norm of its own", "recipes/clip_and_scale.py"
     if gradients:
@@ -327,7 +336,7 @@ def same_batches(run):
                 for r in note["group"] if r in run.ranks}
         i = set.intersection(*({*row} for row in rows.values())) if len(rows) > 1 else ()
         alike = [n for n in i if not differ(row[n] for row in rows.values())]
-        if most(len(alike), len(i)) and len({str(rows[run.all[0]][n]) for n in i}) > 2 if (
+        if "data" not in run.causes and most(len(alike), len(i)) and len({str(rows[run.all[0]][n]) for n in i}) > 2 if (
                 run.all[0] in rows) else False:
             at = next(e["at"] for e in run.ranks[run.all[0]].kinds["forward"] if e["ddp"] == number)
             run.say("found", f"{those(rows, run)} train on the same batches: {len(alike)} of {len(i)}"
@@ -534,13 +543,15 @@ def modes(run):
     for number, note in run.ddp.items():
         rows = {r: [(e["training"], e["at"]) for e in run.ranks[r].kinds["forward"]
                     if e["ddp"] == number and e["grad"]] for r in note["group"] if r in run.ranks}
+        off_at = {r: [training for training, _ in row].index(False) for r, row in rows.items()
+                  if not all(training for training, _ in row)}
         for r, row in rows.items():
-            modes = [training for training, _ in row]
-            off = modes.index(False) if False in modes else len(modes)
+            modes, off = [training for training, _ in row], off_at.get(r, 10**9)
             if (note["draws"] or note["norm"]) and 0 < off < len(modes) - 7 and not any(modes[off:]):
                 run.say("found", f"from forward {off + 1} on, training goes on in eval mode "
-                        f"({row[off][1]}, {those(rows, run)}): no dropout, and BatchNorm stands still",
+                        f"({row[off][1]}, {those(off_at, run)}): no dropout, and BatchNorm stands still",
                         "call model.train() after each evaluation", "01_single_node_multi_gpu.py")
+                break
             other = [q for q, line in rows.items() if line and all(t for t, _ in line)]
             if len(modes) > 7 and not any(modes) and other and (note["draws"] or note["norm"]):
                 run.say("found", f"rank {r} trains in eval mode, {those(other)} in train mode",
@@ -600,10 +611,19 @@ def evaluations(run):
             run.say("found", f"BatchNorm's running values differ between the ranks in the evaluation"
                     f" ({at})", "each rank evaluates a model of its own: broadcast rank 0's buffers"
                     " before", "01_single_node_multi_gpu.py")
+        ends = [min([e["t"] for e in rank.kinds["spans"] if e["t"] > p["end"]], default=1e99)
+                for r, passes in have.items() for rank in [run.ranks[r]] for p in passes]
+        met = sum(any(p["end"] < e["t"] < end and e["name"] != "barrier" for e in run.ranks[r].kinds["call"])
+                  for (r, p), end in zip([(r, p) for r, q in have.items() for p in q], ends, strict=True))
+        if len(have) == len(run.ranks) > 1 and not met and differ(
+                p[0]["crcs"] for p in have.values()) and run.whole and not run.cut:
+            run.say("asked", f"each rank evaluates a share ({at}), and nothing puts the ranks' figures"
+                    " together", "rank 0's is that of its share: all_reduce sums and counts",
+                    "recipes/metrics.py")
         crcs = [[c for p in passes for c in p["crcs"]] for passes in have.values()]
         took = sum(p["end"] - p["t"] for passes in have.values() for p in passes) / len(have)
         total = run.trained()
-        if len(have) == len(run.ranks) > 1 and all(crcs) and not differ(crcs) and took > total / 30:
+        if len(have) == len(run.ranks) > 1 and all(crcs) and not differ(crcs) and took > total / 30 > 0:
             run.say("asked", f"every rank evaluates the whole set ({at}): {took / total:.0%} of the"
                     " time", "a share each, and one sum over the ranks, takes a part of it",
                     "recipes/metrics.py")
@@ -735,7 +755,7 @@ def schedules(run):
         for e in last.values():
             if e["id"] in inside or not e["steps"]:
                 continue
-            if e["n"] == 1 and (e["steps"] > 20 and training > 1 or e["steps"] > 1000):
+            if "rates" not in run.causes and e["n"] == 1 and (e["steps"] > 20 and training > 1 or e["steps"] > 1000):
                 run.say("found", f"the schedule {e['type']} ({e['at']}) is never stepped: the rate stays",
                         "call its step()", "")
             elif e["type"] == "CosineAnnealingLR" and e["last"] > e["total"]:
@@ -926,7 +946,7 @@ def settings(run):
                     " slots hold the last rank's", "make them by a comprehension, not by [t] * n", "")
 
 
-RULES = [calls, wrappers, apart, same_batches, whole_set, told_wrong, order_again, splits, overlap,
+RULES = [calls, wrappers, apart, told_wrong, same_batches, whole_set, order_again, splits, overlap,
          batches_again, shares, empty, modes, draws, evaluations, alone, gradients, clipping, summed,
          scaler, rates, schedules, made_anew, averages, files, resumes, settings]
 
@@ -1005,11 +1025,11 @@ def times(run):
                     f"{PARTS[k] if k != 'rest' else 'its own code, outside of the parts below'}",
                     "pitfalls/slow_rank.py")
     one = mean[min(mean)]
-    if one["x"] > 0.5 * one["all"] and one["x"] > 5e-4:
+    if one["x"] > 0.6 * one["all"] and one["x"] > 5e-4:
         run.say("asked", f"the exchange takes {one['x'] / one['all']:.0%} of a step of "
                 f"{1e3 * one['all']:.1f} ms", "a larger batch on each rank, or accumulation, makes"
                 " fewer of them", "benchmarks/README.md#scaling")
-    if one["rest"] > 0.5 * one["all"] and one["rest"] > 2e-3:
+    if one["rest"] > 0.6 * one["all"] and one["rest"] > 5e-3 and one["f"]:
         run.say("asked", f"{one['rest'] / one['all']:.0%} of a step is in none of these parts: the "
                 "script's own code between them", "preparing batches, printing, metrics?",
                 "benchmarks/README.md#throughput")

@@ -214,7 +214,7 @@ class Me:
         self.optimizers, self.wrappers, self.passes, self.loaders, self.scalers, self.made = (
             weakref.WeakKeyDictionary() for _ in range(6))
         self.parameters, self.states, self.groups, self.recent = {}, {}, {}, {}
-        self.sync, self.twice, self.line, self.ended = None, False, "", None
+        self.sync, self.twice, self.line, self.ended, self.source = None, False, "", None, None
 
     def safely(self, name, *args):
         """Call a method. If it fails, that is said in a file, and all is over."""
@@ -335,13 +335,14 @@ class Me:
     # ---- DDP, backward, the optimizer ----
 
     def wrapped(self, _, result, args, kwargs):
-        ddp, number, named = args[0], self.count("ddp"), [*args[0].module.named_parameters()]
+        ddp, number = args[0], self.count("ddp")
+        named = [(name, p) for name, p in ddp.module.named_parameters()
+                 if name not in ddp.parameters_to_ignore]
         kinds = [(type(m).__name__, getattr(m, "p", 0)) for m in ddp.module.modules()]
         for name, p in named:
-            if name not in ddp.parameters_to_ignore:
-                self.parameters[id(p)] = weakref.ref(p), number, name, p.requires_grad
-                if p.requires_grad and readable(p, 0):
-                    node_of(p).metadata["check_training"] = True
+            self.parameters[id(p)] = weakref.ref(p), number, name, p.requires_grad
+            if p.requires_grad and readable(p, 0):
+                node_of(p).metadata["check_training"] = True
         self.wrappers[ddp] = number, {*ddp.state_dict()}
         self.note("ddp", number=number, names=[name for name, _ in named], at=where(),
                   frozen=[name for name, p in named if not p.requires_grad],
@@ -415,10 +416,14 @@ class Me:
                 known["bits"] = self.watched(known, known["i"])
 
     def made_optimizer(self, _, result, args, kwargs):
-        if "/distributed/optim" not in sys._getframe(3).f_code.co_filename:  # ZeRO's has a part
+        frame, inner = sys._getframe(3), False  # ZeRO's inner one has a part of the parameters
+        for _ in range(4):
+            inner = inner or f"distributed{os.sep}optim" in frame.f_code.co_filename
+            frame = frame.f_back or frame
+        if not inner or ".distributed.optim" in type(args[0]).__module__:
             self.optimizers[args[0]] = dict(
                 key=str(self.site("o")), at=where(), i=0, dirty=False, watch=None, bits=0, open=0,
-                late=0, listed=None, backs=0, forwards=0, batches=0, small=0)
+                late=0, listed=None, backs=0, forwards=0, small=0)
 
     def describe(self, optimizer, known, params):
         """Note the parameters of an optimizer, by DDP's names where they are DDP's."""
@@ -440,11 +445,13 @@ class Me:
         if known is None:
             return
         i, self.main = known["i"], self.main or known["key"]
+        source = self.source or {"count": 0}  # of the last batch: a training loader, mostly
+        batches, source["stepped"] = source["count"] - source.get("stepped", 0), source["count"]
         if looked(i) and (params := parameters_of(optimizer)):
             if known["listed"] != len(params) or i == 8:
                 self.describe(optimizer, known, params)
-            if known["dirty"] and known["backs"] == self.backwards:  # gradients by hand
-                known["dirty"] = self.watched(known, i) == known["bits"]
+            if known["backs"] == self.backwards:  # gradients by hand, or within step()
+                known["dirty"] = False
             mine = [(name, p) for p in params for ref, _, name, grad in
                     [self.parameters.get(id(p), (None, 0, "", False))]
                     if grad and p.requires_grad and readable(p, 0)]
@@ -457,7 +464,7 @@ class Me:
                 rate=rates(optimizer), stale=known["dirty"], late=known["late"], twice=self.twice,
                 backs=self.backwards - known["backs"], sync=self.sync, line=self.line,
                 forwards=self.forwards - known["forwards"], small=self.small - known["small"],
-                batches=self.batches - known["batches"], state=len(optimizer.state),
+                batches=batches, state=len(optimizer.state),
                 cut=[name for name, p in mine[:1] + mine[-1:]
                      if "check_training" not in node_of(p).metadata],
                 scale=[s.get_scale() for s in self.scalers if s.is_enabled() and i < FIRST])
@@ -476,7 +483,7 @@ class Me:
                 known["watch"] = weakref.ref(min(grads)[2])
                 known["bits"] = self.watched(known, i)
             known["dirty"] = bool(grads and known["bits"])
-        known.update(i=i + 1, backs=self.backwards, forwards=self.forwards, batches=self.batches,
+        known.update(i=i + 1, backs=self.backwards, forwards=self.forwards,
                      small=self.small, open=0, late=0)
         self.twice, self.open = False, 0
         if known["key"] == self.main:
@@ -572,7 +579,7 @@ class Me:
             return self.end_pass(known, isinstance(sys.exc_info()[1], StopIteration))
         self.batches += 1
         if known is not None:
-            i, first = known["count"], next(tensors_in(batch), None)
+            i, first, self.source = known["count"], next(tensors_in(batch), None), known
             known["count"] += 1
             if first is not None and first.dim() and readable(first):
                 known["rows"] += len(first)

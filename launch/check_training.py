@@ -831,12 +831,6 @@ def files(run):
                 run.say("found", f"{e['at']} saves a state_dict() that was taken {e['old']} steps"
                         " before, and has changed with the model since", "keep a copy: copy.deepcopy("
                         "model.state_dict())", "", "", e["at"])
-            trains = [n for n in rank.optimizers.values() if n["keeps"]]
-            if e["numbers"] and not e["optimizer"] and trains and e["path"] and not any(
-                    f["optimizer"] for f in run.any("save")):
-                run.say("asked", f"what {e['at']} saves has {e['numbers'][0]!r}, and no state of the "
-                        f"optimizer ({trains[0]['type']})", "a run that goes on from it loses the "
-                        "momentum: save optimizer.state_dict(), too", "pitfalls/optimizer_not_saved.py")
         for e in rank.kinds["took"]:
             if e["old"]:
                 run.say("found", f"{e['at']} loads a state_dict() of {e['old']} steps before, which has"
@@ -1118,13 +1112,13 @@ def read(folder):
     return runs, [p for p in pieces if p.rank is None], failures
 
 
-def judge(runs, alone=(), cut=False, stalled=False):
+def judge(runs, alone=(), cut=False, stalled=False, rules=RULES):
     """Apply the rules. Return what is said: [(level, what, cost, read), ...]."""
     said = [(*each[:2], *each[2:]) for each in no_group(runs, alone)]
     for run in runs:
         run.cut, run.stalled = cut and run is runs[-1], stalled and run is runs[-1]
         if len(run.ranks) > 1:
-            for rule in RULES:
+            for rule in rules:
                 rule(run)
         said += [s for s in run.said if s not in said]
     return said

@@ -135,7 +135,8 @@ def parameters_of(optimizer):
 
 
 def rates(optimizer):
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    return [float(rate) for group in optimizer.param_groups for rate in [group.get("lr")]
+            if rate is not None and (not torch.is_tensor(rate) or readable(rate))]
 
 
 def data_in(dataset):
@@ -656,8 +657,7 @@ class Me:
                 content, dict) else ())])), optimizer={"param_groups", "state"} <= keys,
             wrapper="n_averaged" not in keys and any(
                 names <= keys for _, names in self.wrappers.values()), **value,
-            steps=self.steps(), numbers=[k for k in keys if k.lower() in (
-                "epoch", "step", "next_epoch", "iteration", "global_step", "iter")])
+            steps=self.steps())
         self.stand("")
 
     def loaded(self, value, result, args, kwargs):

@@ -63,8 +63,9 @@ class Rank:
         return self.by_key(lambda p: p["backs"])
 
     def evaluations(self):
-        return self.by_key(lambda p: p["count"] and not p["backs"] and p.get("over") and p.get(
-            "after", 0) < 2)
+        """Its passes without a backward(), in which gradients were off, or the model in eval mode."""
+        return self.by_key(lambda p: p.get("over") and p["count"] and not p["backs"] and p.get(
+            "after", 0) < 2 and (not p["grad"] or any(not m[0] for m in p["modes"][1])))
 
     def by_key(self, wanted):
         found = collections.defaultdict(list)
@@ -224,10 +225,11 @@ def apart(run):
         why, read = cause(run, steps, alike, key, since, unlike(steps, alike, since), first, note, wrapper)
         size = max((n for n in map(numel, note["shapes"])), default=0)
         large = [e for e in run.any("call") if e.get("n", 0) >= size]
-        every = [e for e in run.any("call") if e["t"] > steps[alike[0]][common[0]]["t"]]
+        every = [e for e in run.any("call") if steps[alike[0]][common[0]]["t"] < e["t"] < (
+            steps[alike[0]][common[-1]]["t"])]
         by_hand = not wrapper and len(common) > 9 and len(every) >= max(steps[alike[0]]) and (
             first > 0 or "broadcast" in why)  # in each step
-        sure = len(bad) > 3 and (not large or by_hand) and (wrapper or every) and (
+        sure = len(bad) > 2 and (not large or by_hand) and (run.ddp or every) and (
             "no_sync" not in why or len(common) > 40 or not run.cut)
         names = [note["names"][j][1] if note["names"][j] else f"number {j + 1}"
                  for j in unlike(steps, alike, first, "v")]
@@ -280,7 +282,7 @@ def cause(run, steps, alike, key, since, gradients, first, note, wrapper):
             return (f"DDP() of {wrapper['at']} is never called: the bare model is",
                     "pitfalls/wrapper_not_kept.py")
         if None in names and names == {None}:
-            return "these parameters are not DDP's: added after it, or outside of its model", ""
+            return "these parameters are not DDP's: added or exchanged after it, or outside of it", ""
         if one["cut"]:
             return ("its parameters were cast, moved or exchanged after DDP(), which has lost them",
                     "pitfalls/README.md#no-error-and-a-wrong-result")
@@ -358,7 +360,7 @@ def whole_set(run):
     for at, have in lined(run, "training"):
         firsts = [passes[0] for passes in have.values()]
         one = firsts[0]
-        if "data" in run.causes or len(have) < len(run.ranks) or one.get("num_replicas") or (
+        if run.causes & {"data", "split"} or len(have) < len(run.ranks) or one.get("num_replicas") or (
                 one["iterable"]) or not one["length"] or differ(p["length"] for p in firsts):
             continue
         whole = all(p["share"] == p["length"] and p["batches"] for p in firsts)
@@ -369,7 +371,7 @@ def whole_set(run):
                 for p in firsts) and one["content"]
             drawn = all(p.get("done") and p["drawn"] == p["length"] and p["sum"] == one["sum"]
                         for p in firsts)
-            run.say("found" if same and drawn else "asked",
+            run.say("found" if same and drawn and run.ddp and one["count"] < 300 else "asked",
                     f"each rank goes through all {one['length']} items ({at}, {one['sampler']})",
                     f"an epoch is {run.world} epochs, and a step takes other items than a shared "
                     "set's" + "" if same and drawn else f"an epoch is {run.world} epochs, unless each"
@@ -702,8 +704,8 @@ def clipping(run):
         for wrong, what in (
                 (lambda e: e["scaled"], "clips gradients that GradScaler still multiplies: call "
                  "scaler.unscale_(optimizer) before"),
-                (lambda e: not e["n"], "clips nothing: it is given no parameters (a generator that was"
-                 " read before, say)"),
+                (lambda e: not e["n"], "clips nothing: no gradient is in what it is given (another model's"
+                 " parameters, a generator that was read before)"),
                 (lambda e: e["n"] and not e["owned"], "clips parameters of no optimizer")):
             if most(len([e for e in clips if wrong(e)]), len(clips)):
                 run.say("found", f"clip_grad_norm_ at {clips[0]['at']} {what}", "",
@@ -910,10 +912,6 @@ def resumes(run):
                         "pitfalls/off_by_one_epoch.py")
 
 
-def restarted(run):
-    """After a restart, the ranks begin with equal weights, or that is said (apart)."""
-
-
 # ---- Calls and settings ----
 
 
@@ -940,7 +938,7 @@ def settings(run):
                     " slots hold the last rank's", "make them by a comprehension, not by [t] * n", "")
 
 
-RULES = [calls, wrappers, apart, told_wrong, same_batches, whole_set, order_again, splits, overlap,
+RULES = [calls, wrappers, apart, told_wrong, splits, same_batches, whole_set, order_again, overlap,
          batches_again, shares, empty, modes, draws, evaluations, alone, gradients, clipping, summed,
          scaler, rates, schedules, made_anew, averages, files, resumes, settings]
 

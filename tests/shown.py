@@ -24,6 +24,8 @@ DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
 KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
              " --nproc-per-node=2 --max-restarts=3 template/train.py")
+CHECK_TRAINING = ("python launch/check_training.py --picture steps.svg -- torchrun --standalone"
+                  " --nproc-per-node=2 train.py")
 EXERCISE = "python exercises/03_average_gradients.py, with a sum, and with --solution"
 FOLDER = ROOT / "docs/transcripts"
 PICTURES = ROOT / "docs/pictures"

@@ -47,6 +47,7 @@ NOT_RUN = {
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
+    shown.CHECK_TRAINING: "test_check_training.py runs it, on a script with two mistakes",
     "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup|collectives).py":
         "takes minutes; test_benchmarks.py runs it at its smallest",
     "python benchmarks/parts/plot.py( benchmarks/results/throughput-cpu.json)?":
@@ -154,7 +155,8 @@ def test_a_command_that_is_shown(tmp_path, command, request):
 
 def test_every_command_of_the_documents_has_a_transcript():
     of_documents = {c for c in RUN if any(file.endswith(".md") for file in SHOWN[c])}
-    transcripts = TRANSCRIPTS.keys() - {shown.LAB_STORY, shown.KILL_TEST, shown.EXERCISE}
+    transcripts = TRANSCRIPTS.keys() - {
+        shown.LAB_STORY, shown.KILL_TEST, shown.CHECK_TRAINING, shown.EXERCISE}
     assert MAIN_JOB in of_documents <= transcripts <= RUN
     for path in SCRIPTS:
         assert any(f" {path.name}" in command for command in of_documents), path.name

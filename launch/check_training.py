@@ -12,9 +12,10 @@ call. "Nothing found" is no proof: it says what was looked at, and what was not 
 
 import argparse
 import collections
+import itertools
 import json
 import os
-
+import pathlib
 import signal
 import statistics
 import sys
@@ -63,7 +64,7 @@ class Rank:
         return self.by_key(lambda p: p["backs"])
 
     def evaluations(self):
-        """Its passes without a backward(), in which gradients were off, or the model in eval mode."""
+        """Its passes without a backward(), with gradients off or the model in eval mode."""
         return self.by_key(lambda p: p.get("over") and p["count"] and not p["backs"] and p.get(
             "after", 0) < 2 and (not p["grad"] or any(not m[0] for m in p["modes"][1])))
 
@@ -135,7 +136,8 @@ def no_group(runs, alone):
     firsts = [next(iter(r.steps.values()))[0]["v"] for r in trained if r.steps]
     if len(trained) > 1 and not runs:
         yield ("asked" if differ(firsts) else "found",
-               f"{len(trained)} processes train, and none calls init_process_group(): so many models",
+               (f"{len(trained)} processes train, and none calls init_process_group(): so many "
+               "models"),
                "the last one that writes the file wins", "docs/how_a_job_starts.md#six-steps")
 
 
@@ -167,7 +169,8 @@ def calls(run):
                     for r, e in [*row.items()][:3])
                 run.say("found", f"the ranks' collective calls differ, from number {i + 1} on",
                         lines, "pitfalls/collective_on_one_rank.py" if short or len(
-                            {n for n, *_ in same}) > 1 else "pitfalls/mismatched_shapes.py", "calls")
+                            {n for n, *_ in same}) > 1 else "pitfalls/mismatched_shapes.py",
+                                "calls")
                 break
             if len(there) < len(row):
                 break
@@ -179,8 +182,10 @@ def wrappers(run):
     for number, note in run.ddp.items():
         rows = {r: e for r in note["group"] if r in run.ranks
                 for e in run.ranks[r].kinds["ddp"] if e["number"] == number}
-        if differ(e["names"] for e in rows.values()) and not differ(e["group"] for e in rows.values()):
-            run.say("found", f"the ranks' models are not alike ({note['at']}): DDP pairs parameters by"
+        if differ(e["names"] for e in rows.values()) and not differ(e["group"] for e in
+            rows.values()):
+            run.say("found", f"the ranks' models are not alike ({note['at']}): DDP pairs "
+                             "parameters by"
                     " their order, and the names differ", "sort what the layers are made from",
                     "pitfalls/README.md#no-error-and-a-wrong-result", "weights")
         if len(note["group"]) == 1 < run.world and not run.has & {"shards", "to_one"}:
@@ -198,7 +203,8 @@ def apart(run):
         number = next((n[0] for n in note["names"] if n), None)
         wrapper = run.ddp.get(number)
         members = [r for r in (wrapper["group"] if wrapper else run.all) if r in have]
-        absent = [r for r in wrapper["group"] if r in run.ranks and r not in have] if wrapper else []
+        absent = [r for r in wrapper["group"] if r in run.ranks and r not in
+            have] if wrapper else []
         if absent and len(have[members[0]].steps[key]) > 7 and all(
                 run.ranks[r].kinds["forward"] for r in absent):
             run.say("found", f"{those(absent)} never takes a step with the optimizer of"
@@ -212,7 +218,8 @@ def apart(run):
         def gap(i, what, steps=steps, alike=alike):
             rows = [steps[r][i][what] for r in alike]
             return max((abs(a[1] - b[1]) / (abs(a[1]) + abs(b[1]) + 1e-30) for row in rows
-                        for a, b in zip(row, rows[0], strict=False) if a and b and a != b), default=0)
+                        for a, b in zip(row, rows[0], strict=False) if a and b and a != b),
+                            default=0)
 
         bad = [i for i in common if unlike(steps, alike, i, "v")]
         if not bad or not any(gap(i, "v") > 1e-5 or gap(i, "g") > 1e-3 for i in common):
@@ -222,7 +229,8 @@ def apart(run):
                 v and v[1] - v[1] == 0 for v in steps[alike[0]][i]["v"]) for i in common):
             continue  # they meet again: local SGD
         since = max([i for i in common if i < first], default=0)
-        why, read = cause(run, steps, alike, key, since, unlike(steps, alike, since), first, note, wrapper)
+        why, read = cause(run, steps, alike, key, since, unlike(steps, alike, since), first, note,
+            wrapper)
         size = max((n for n in map(numel, note["shapes"])), default=0)
         large = [e for e in run.any("call") if e.get("n", 0) >= size]
         every = [e for e in run.any("call") if steps[alike[0]][common[0]]["t"] < e["t"] < (
@@ -268,11 +276,12 @@ def cause(run, steps, alike, key, since, gradients, first, note, wrapper):
         if by_hand and first == 0 and not any(unlike(steps, alike, i) for i in common):
             return "they begin with other weights: broadcast rank 0's before", ""
         if by_hand:
-            return "what is averaged by hand is not all, or at the wrong moment", "04_collectives.py"
+            return "not all is averaged by hand, or at the wrong moment", "04_collectives.py"
         return "no model is wrapped in DDP()", "README.md#from-one-process-to-many"
     forwards = sum(len(e) for e in run["forward"].values())
     if first == 0:
-        took = [r for r in alike if any(e["ddp"] and not e["steps"] for e in run.ranks[r].kinds["took"])]
+        took = [r for r in alike if any(e["ddp"] and not e["steps"] for e in
+            run.ranks[r].kinds["took"])]
         if took and len(took) < len(alike):
             line = next(e["at"] for e in run.ranks[took[0]].kinds["took"] if e["ddp"])
             return f"{those(took)} alone loads weights after DDP(), at {line}", "recipes/README.md"
@@ -282,7 +291,7 @@ def cause(run, steps, alike, key, since, gradients, first, note, wrapper):
             return (f"DDP() of {wrapper['at']} is never called: the bare model is",
                     "pitfalls/wrapper_not_kept.py")
         if None in names and names == {None}:
-            return "these parameters are not DDP's: added or exchanged after it, or outside of it", ""
+            return "these parameters are not DDP's: added or exchanged after it, or outside", ""
         if one["cut"]:
             return ("its parameters were cast, moved or exchanged after DDP(), which has lost them",
                     "pitfalls/README.md#no-error-and-a-wrong-result")
@@ -295,19 +304,22 @@ def cause(run, steps, alike, key, since, gradients, first, note, wrapper):
             return (f"the bare model is trained ({one['line']}), not the DDP object",
                     "pitfalls/method_of_the_model.py")
         if one["sync"] is False:
-            return ("the last forward before the step was inside no_sync()", "recipes/accumulate.py")
+            return ("the last forward before the step was inside no_sync()",
+                "recipes/accumulate.py")
         if one["twice"]:
             return "two forwards of the DDP object, then two backwards: one is not averaged", ""
         if wrapper and len(wrapper["group"]) < run.world:
             return f"DDP averages in the group {wrapper['group']} alone", ""
     if differ(e["scale"] for e in at.values()):
-        return f"GradScaler's scale differs: {[e['scale'] for e in at.values()]}", "recipes/clip_and_scale.py"
+        return (f"GradScaler's scale differs: {[e['scale'] for e in at.values()]}",
+                "recipes/clip_and_scale.py")
     if differ(e["rate"] for e in at.values()):
         run.causes.add("rates")
         return f"the learning rates differ: {[e['rate'] for e in at.values()]}", ""
     if some and len(some) < len(alike):
         line = loads[some[0]][0]["at"]
-        return (f"{those(some)} alone loads the optimizer's state, at {line}", "02_torchrun_elastic.py")
+        return (f"{those(some)} alone loads the optimizer's state, at {line}",
+            "02_torchrun_elastic.py")
     clips = {r: {e["i"]: e["norm"] for e in run.ranks[r].kinds["clip"]} for r in alike}
     if some := [r for r in alike if clips[r]] if not all(clips.values()) else []:
         return f"{those(some)} alone clips the gradients", "recipes/clip_and_scale.py"
@@ -331,36 +343,39 @@ def lined(run, kind):
 
 def same_batches(run):
     """All ranks train on the same batches. Alike: ranks that split the model (compared is what goes
-    into one DDP object, else it is asked), and one constant batch (an own batch that never changes)."""
+    into one DDP object, else it is asked), and one constant batch."""
     for number, note in run.ddp.items():
         rows = {r: {e["i"]: e["batch"] for e in run.ranks[r].kinds["forward"]
                     if e["ddp"] == number and e["grad"] and e.get("batch")}
                 for r in note["group"] if r in run.ranks}
         i = set.intersection(*({*row} for row in rows.values())) if len(rows) > 1 else ()
         alike = [n for n in i if not differ(row[n] for row in rows.values())]
-        if "data" not in run.causes and most(len(alike), len(i)) and len({str(rows[run.all[0]][n]) for n in i}) > 2 if (
-                run.all[0] in rows) else False:
-            at = next(e["at"] for e in run.ranks[run.all[0]].kinds["forward"] if e["ddp"] == number)
-            run.say("found", f"{those(rows, run)} train on the same batches: {len(alike)} of {len(i)}"
-                    f" that were compared ({at})", "the others add nothing: a DistributedSampler "
-                    "(or your own split by rank) is missing", "exercises/01_share_the_data.py", "data")
+        kinds = len({str(row[n]) for row in rows.values() for n in i})
+        if "data" not in run.causes and most(len(alike), len(i)) and kinds > 2:
+            at = next(e["at"] for r in rows for e in run.ranks[r].kinds["forward"]
+                      if e["ddp"] == number)
+            run.say("found", f"{those(rows, run)} train on the same batches: {len(alike)} of "
+                    f"{len(i)} that were compared ({at})", "the others add nothing: a "
+                    "DistributedSampler (or your own split by rank) is missing",
+                    "exercises/01_share_the_data.py", "data")
     for at, have in lined(run, "training"):
         crcs = [[c for p in passes for c in p["crcs"]] for passes in have.values()]
         alike = sum(len({*row}) == 1 for row in zip(*crcs, strict=False))
-        if not run.ddp and len(have) == len(run.ranks) > 1 and most(alike, min(map(len, crcs))):
-            if len({*crcs[0]}) > 2:
-                run.say("asked", f"all ranks draw the same batches ({at}): {alike} of "
-                        f"{min(map(len, crcs))}", "right where the ranks split the model; else the"
-                        " others add nothing", "exercises/01_share_the_data.py", "data")
+        if not run.ddp and len(have) == len(run.ranks) > 1 and len({*crcs[0]}) > 2 and most(
+                alike, min(map(len, crcs))):
+            run.say("asked", f"all ranks draw the same batches ({at}): {alike} of "
+                    f"{min(map(len, crcs))}", "right where the ranks split the model; else the"
+                    " others add nothing", "exercises/01_share_the_data.py", "data")
 
 
 def whole_set(run):
-    """Each rank goes through the whole set, in an order of its own: an epoch is W epochs. Alike: the
+    """Each rank goes through the whole set in an order of its own: an epoch is W epochs. Alike: the
     set was split before (its contents differ), draws with replacement: then it is asked."""
     for at, have in lined(run, "training"):
         firsts = [passes[0] for passes in have.values()]
         one = firsts[0]
-        if run.causes & {"data", "split"} or len(have) < len(run.ranks) or one.get("num_replicas") or (
+        if run.causes & {"data",
+            "split"} or len(have) < len(run.ranks) or one.get("num_replicas") or (
                 one["iterable"]) or not one["length"] or differ(p["length"] for p in firsts):
             continue
         whole = all(p["share"] == p["length"] and p["batches"] for p in firsts)
@@ -374,7 +389,8 @@ def whole_set(run):
             run.say("found" if same and drawn and run.ddp and one["count"] < 300 else "asked",
                     f"each rank goes through all {one['length']} items ({at}, {one['sampler']})",
                     f"an epoch is {run.world} epochs, and a step takes other items than a shared "
-                    "set's" + "" if same and drawn else f"an epoch is {run.world} epochs, unless each"
+                    "set's" + "" if same and drawn else f"an epoch is {run.world} epochs, unless "
+                                                        "each"
                     " rank has a set of its own", "exercises/01_share_the_data.py", "whole")
 
 
@@ -402,22 +418,26 @@ def order_again(run):
     for at, have in lined(run, "training"):
         for r, passes in have.items():
             done = [p for p in passes if p.get("done") and p["drawn"] > 1 and p["count"] > 1]
-            if len(done) > 1 and len({p["order"] for p in done}) == 1 and not done[0]["rising"] and (
+            if len(done) > 1 and len({p["order"] for p in
+                done}) == 1 and not done[0]["rising"] and (
                     done[0].get("shuffle") is not False):
                 sampler = "num_replicas" in done[0]
                 calls = run.ranks[r].kinds["epoch"]
                 other = [e for e in calls if e["id"] not in {p["id"] for p in passes}]
                 why = (f"set_epoch at {other[0]['at']} is called on another sampler" if other else
-                       f"set_epoch at {calls[0]['at']} always gets the same number" if calls and len(
+                       f"set_epoch at {calls[0]['at']} always gets the same number" if calls and
+                           len(
                            {e["epoch"] for e in calls}) == 1 else "set_epoch(epoch) is not called"
                        if sampler else "its sampler draws the same again")
-                run.say("found", f"the items come in the same order in each epoch ({at}, {len(done)}"
-                        f" passes): {why}", "", "pitfalls/no_set_epoch.py" if sampler else "", "order")
+                run.say("found", f"the items come in the same order in each epoch ({at}, "
+                                 f"{len(done)}"
+                        f" passes): {why}", "", "pitfalls/no_set_epoch.py" if sampler else "",
+                            "order")
                 break
 
 
 def splits(run):
-    """Ranks that split one set split it unlike: what one trains on, another may test on; or the same
+    """Ranks that split one set split it unlike: what one trains on, another may test on; or the
     items stand in another order. Alike: shards by rank (nothing in common), sets of their own."""
     notes = collections.defaultdict(dict)
     for r, events in run["subset"].items():
@@ -451,37 +471,42 @@ def splits(run):
 
 
 def overlap(run):
-    """Shares that overlap: samplers shuffle by other seeds. Alike: padding, draws with replacement."""
+    """Shares overlap: samplers shuffle by other seeds. Alike: padding, draws with replacement."""
     for at, have in lined(run, "training"):
         firsts = [p[0] for p in have.values()]
-        if len(have) < 2 or "num_replicas" not in firsts[0] or run.causes & {"data", "split"} or differ(
+        if len(have) < 2 or "num_replicas" not in firsts[0] or run.causes & {"data",
+            "split"} or differ(
                 p["data"] for p in firsts) or not all(p.get("done") for p in firsts):
             continue
         sets = [{*p["sketch"]} for p in firsts]
         common = len(set.intersection(*sets))
         if common > run.world and common > 0.02 * len(sets[0]):
             run.say("found", f"the ranks' shares overlap ({at}): {common / len(sets[0]):.0%} of one"
-                    " rank's items are also another's", "the samplers shuffle by other seeds, or sets"
-                    " in another order: some items are never seen", "exercises/01_share_the_data.py")
+                    " rank's items are also another's", "the samplers shuffle by other seeds, or "
+                                                        "sets"
+                    " in another order: some items are never seen",
+                        "exercises/01_share_the_data.py")
 
 
 def batches_again(run):
     """Each batch comes several times: every worker of a loader reads a whole stream, or a new
     iterator is made for each batch. Alike: one constant batch."""
     for at, have in lined(run, "training"):
-        r, passes = next(iter(have.items()))
+        _r, passes = next(iter(have.items()))
         crcs = passes[0]["crcs"]
-        again = sum(a == b for a, b in zip(crcs, crcs[1:], strict=False))
+        again = sum(a == b for a, b in itertools.pairwise(crcs))
         if passes[0]["iterable"] and passes[0]["workers"] > 1 and len({*crcs}) > 1 and (
                 again >= len(crcs) * (1 - 1 / passes[0]["workers"]) * 0.8 > 2):
-            run.say("found", f"each batch of the stream comes {passes[0]['workers']} times ({at}): once"
+            run.say("found", f"each batch of the stream comes {passes[0]['workers']} times ({at}): "
+                             "once"
                     " from each worker", "share it out by torch.utils.data.get_worker_info(), too",
                     "recipes/stream.py")
         single = [p for p in passes if p["count"] == 1 and not p.get("done") and p["batches"] != 1]
         if len(single) > 7 and len(single) == len(passes):
             first = [p["crcs"][0] for p in single if p["crcs"]]
             run.say("found" if first and len({*first}) < len(first) / 2 else "asked",
-                    f"each step begins a new pass over the loader ({at}), and takes its first batch",
+                    f"each step begins a new pass over the loader ({at}), and takes its first "
+                    "batch",
                     f"{len(first)} such batches, {len({*first})} different ones: make the iterator"
                     " once, before the steps")
 
@@ -499,7 +524,8 @@ def shares(run):
         small = [e["small"] for r in rows for s in run.ranks[r].steps.values() for e in s.values()]
         if most(len(uneven), len(i)) and statistics.median(small or [0]) < 1:
             n = uneven[0]
-            run.say("asked", f"the ranks' batches differ in size in {len(uneven)} of {len(i)} steps: "
+            run.say("asked", f"the ranks' batches differ in size in {len(uneven)} of {len(i)} "
+                             "steps: "
                     + ", ".join(f"{row[n]} on rank {r}" for r, row in [*rows.items()][:3]),
                     "DDP's mean weighs ranks alike, not items: weigh the loss, unless each rank's"
                     " batch is meant to count the same", "pitfalls/mean_of_unequal_shards.py")
@@ -509,7 +535,8 @@ def shares(run):
             for n, row in enumerate(zip(*counts.values(), strict=False)):
                 if max(row) - min(row) > 1 and max(row) > 1.02 * min(row):
                     run.say("found" if run.ddp and "weights" not in run.causes else "asked",
-                            f"in pass {n + 1} over the loader ({at}) the ranks train on other numbers"
+                            f"in pass {n + 1} over the loader ({at}) the ranks train on other "
+                            "numbers"
                             " of batches: " + ", ".join(f"{c} on rank {r}" for r, c in zip(
                                 counts, row, strict=True)), "", "pitfalls/uneven_inputs.py")
                     break
@@ -520,8 +547,10 @@ def shares(run):
         if len(rows) > 1 and run.ddp and 0 < len(odd) < len(common) / 2 and max(common) > 7:
             i = odd[0]
             counts = {r: s[i]["batches"] for r, s in rows.items()}
-            run.say("asked", f"before step {i + 1} ({rows[min(rows)][i]['at']}) the ranks took other"
-                    " numbers of batches: " + ", ".join(f"{n} on rank {r}" for r, n in counts.items()),
+            run.say("asked", f"before step {i + 1} ({rows[min(rows)][i]['at']}) the ranks took "
+                             "other"
+                    " numbers of batches: " + ", ".join(f"{n} on rank {r}" for r,
+                        n in counts.items()),
                     "a rank that skips a batch alone is a step ahead: gradients of different steps"
                     " are averaged", "recipes/clip_and_scale.py")
             break
@@ -549,9 +578,11 @@ def modes(run):
                   if not all(training for training, _ in row)}
         for r, row in rows.items():
             modes, off = [training for training, _ in row], off_at.get(r, 10**9)
-            if (note["draws"] or note["norm"]) and 0 < off < len(modes) - 7 and not any(modes[off:]):
+            if (note["draws"] or
+                note["norm"]) and 0 < off < len(modes) - 7 and not any(modes[off:]):
                 run.say("found", f"from forward {off + 1} on, training goes on in eval mode "
-                        f"({row[off][1]}, {those(off_at, run)}): no dropout, and BatchNorm stands still",
+                        f"({row[off][1]}, {those(off_at, run)}): no dropout, and BatchNorm stands "
+                        "still",
                         "call model.train() after each evaluation", "01_single_node_multi_gpu.py")
                 break
             other = [q for q, line in rows.items() if line and all(t for t, _ in line)]
@@ -562,15 +593,17 @@ def modes(run):
 
 def draws(run):
     """Ranks draw the same dropout masks, or a rank the same in each step. Asked: one seed on all
-    ranks weakens dropout, but is no error. Alike: nothing is drawn (then the state does not move)."""
+    ranks weakens dropout, and is no error. Alike: nothing is drawn (the state does not move)."""
     for number, note in run.ddp.items():
         rows = {r: {e["i"]: e["random"] for e in run.ranks[r].kinds["forward"] if e["ddp"] == number
                     and e.get("moved") and e["training"]} for r in note["group"] if r in run.ranks}
         for r, row in rows.items():
             seen = collections.Counter(row.values()).most_common(1)
             if seen and most(seen[0][1], len(row)):
-                run.say("found", f"rank {r} draws the same random numbers in {seen[0][1]} of {len(row)}"
-                        " steps: the seed is set again in the loop", "dropout drops the same places",
+                run.say("found", f"rank {r} draws the same random numbers in {seen[0][1]} of "
+                                 f"{len(row)}"
+                        " steps: the seed is set again in the loop", "dropout drops the same "
+                                                                     "places",
                         "recipes/randomness.py", "random")
                 break
             if "random" in run.causes:
@@ -578,8 +611,10 @@ def draws(run):
             twins = [q for q in rows if q >= r and {*row} & {*rows[q]} and most(sum(
                 rows[q].get(i) == state for i, state in row.items()), len(row))]
             if len(twins) > 1:
-                run.say("asked", f"{those(twins, run)} draw the same random numbers (dropout, noise) in"
-                        " their forward passes", "seed by rank after the model is built, unless they"
+                run.say("asked", f"{those(twins, run)} draw the same random numbers (dropout, "
+                                 "noise) in"
+                        " their forward passes", "seed by rank after the model is built, unless "
+                                                 "they"
                         " must draw alike", "recipes/randomness.py", "random")
 
 
@@ -588,7 +623,7 @@ def evaluations(run):
     mode, BatchNorm's values that differ by rank, a rank's figures that are never put together."""
     for at, have in lined(run, "evaluations"):
         for r, passes in have.items():
-            p, n = passes[0], len(passes)
+            p = passes[0]
             gather = any("gather" in e["name"] and p["t"] < e["t"] < p["end"] + 5
                          for e in run.ranks[r].kinds["call"])
             trains = {q["loader"] for q in run.ranks[r].passes.values() if q["backs"]}
@@ -605,27 +640,34 @@ def evaluations(run):
             for q in passes:
                 for before, after in zip(*(q.get("modes") or [[], []]), strict=False):
                     if before[2] < after[2] and len(run.ranks[r].training()):
-                        run.say("asked", f"the evaluation ({at}) runs in train mode: BatchNorm learns"
+                        run.say("asked", f"the evaluation ({at}) runs in train mode: BatchNorm "
+                                         "learns"
                                 " from it", "model.eval(), unless that is meant so", "")
-        last = {r: [q["modes"][1] for q in passes if q.get("modes")][-1:] for r, passes in have.items()}
+        last = {r: [q["modes"][1] for q in passes if q.get("modes")][-1:] for r,
+            passes in have.items()}
         values = [m[0] for m in last.values() if m and m[0] and m[0][0][1] and not m[0][0][0]]
         if len(values) > 1 and differ(m[0][1] for m in values):
-            run.say("found", f"BatchNorm's running values differ between the ranks in the evaluation"
+            run.say("found", "BatchNorm's running values differ between the ranks in the "
+                             "evaluation"
                     f" ({at})", "each rank evaluates a model of its own: broadcast rank 0's buffers"
                     " before", "01_single_node_multi_gpu.py")
         ends = [min([e["t"] for e in rank.kinds["spans"] if e["t"] > p["end"]], default=1e99)
                 for r, passes in have.items() for rank in [run.ranks[r]] for p in passes]
-        met = sum(any(p["end"] < e["t"] < end and e["name"] != "barrier" for e in run.ranks[r].kinds["call"])
-                  for (r, p), end in zip([(r, p) for r, q in have.items() for p in q], ends, strict=True))
+        met = sum(any(p["end"] < e["t"] < end and e["name"] != "barrier" for e in
+            run.ranks[r].kinds["call"])
+                  for (r, p), end in zip([(r, p) for r, q in have.items() for p in q], ends,
+                      strict=True))
         if len(have) == len(run.ranks) > 1 and not met and differ(
                 p[0]["crcs"] for p in have.values()) and run.whole and not run.cut:
-            run.say("asked", f"each rank evaluates a share ({at}), and nothing puts the ranks' figures"
+            run.say("asked", f"each rank evaluates a share ({at}), and nothing puts the ranks' "
+                             "figures"
                     " together", "rank 0's is that of its share: all_reduce sums and counts",
                     "recipes/metrics.py")
         crcs = [[c for p in passes for c in p["crcs"]] for passes in have.values()]
         took = sum(p["end"] - p["t"] for passes in have.values() for p in passes) / len(have)
         total = run.trained()
-        if len(have) == len(run.ranks) > 1 and all(crcs) and not differ(crcs) and took > total / 30 > 0:
+        if len(have) == len(run.ranks) > 1 and all(crcs) and not differ(crcs) and (
+                took > total / 30 > 0):
             run.say("asked", f"every rank evaluates the whole set ({at}): {took / total:.0%} of the"
                     " time", "a share each, and one sum over the ranks, takes a part of it",
                     "recipes/metrics.py")
@@ -636,12 +678,14 @@ def alone(run):
     another call of the others. Alike: models without buffers."""
     for number, note in run.ddp.items():
         lines = {r: collections.Counter(e["at"] for e in run.ranks[r].kinds["forward"]
-                                        if e["ddp"] == number) for r in note["group"] if r in run.ranks}
+                                        if e["ddp"] == number) for r in note["group"] if r in
+                                            run.ranks}
         for at in {at for line in lines.values() for at in line}:
             have = [r for r, line in lines.items() if at in line]
             if len(have) < len(lines) and note["buffers"] and "join" not in run.has and all(
                     sum(line.values()) > 1 for line in lines.values()):
-                run.say("found", f"{those(have)} alone calls the DDP object at {at}", "it broadcasts"
+                run.say("found", f"{those(have)} alone calls the DDP object at {at}",
+                    "it broadcasts"
                         " buffers there, which the others take for another call: call model.module",
                         "pitfalls/wrapper_on_rank_0.py", "alone")
 
@@ -658,32 +702,39 @@ def gradients(run):
             at = f"({rows[0]['at']}, {those(r for r in run.ranks if key in run.ranks[r].steps)})"
             bare = [e for e in rows if e["backs"] and e["none"] == len(note["shapes"])]
             if most(sum(bool(e["stale"]) for e in rows[1:]), len(rows) - 1):
-                run.say("found", f"gradients are never cleared {at}: each step adds to all before it",
+                run.say("found", f"gradients are never cleared {at}: each step adds to all before "
+                                 "it",
                         "call optimizer.zero_grad() once a step", "", "stale")
             late = [e for e in rows if e["late"] and e["backs"] and not any(
                 g and g[1] for g in e["g"])]
             if most(len(late), len(rows)):
-                run.say("found", f"gradients are cleared between backward() and step() {at}: the step"
+                run.say("found", f"gradients are cleared between backward() and step() {at}: the "
+                                 "step"
                         " does nothing", "call zero_grad() before backward()", "", "late")
             elif most(len(bare), len(rows)) and "shards" not in run.has:
                 run.say("found", f"none of the optimizer's {len(note['shapes'])} parameters "
                         f"({note['at']}) ever has a gradient: it is not the model that is trained",
-                        "make the optimizer from the parameters of the model that you call", "", "bare")
+                        "make the optimizer from the parameters of the model that you call", "",
+                        "bare")
             broken = [e for e in rows if any(g and g[1] - g[1] != 0 for g in e["g"])]
             if broken and not run.causes & {"weights", "stale"}:
-                run.say("found", f"from step {broken[0]['i'] + 1} on, gradients are nan or inf, and the"
+                run.say("found", f"from step {broken[0]['i'] + 1} on, gradients are nan or inf, "
+                                 "and the"
                         f" step is taken {at}", "the weights are lost from there on",
                         "recipes/clip_and_scale.py", "nan")
             free = [e for e in rows if e["free"] and e["i"] > 2]
             if most(len(free), len([e for e in rows if e["i"] > 2]), 4) and not bare:
-                run.say("found", f"{len(free[0]['free'])} trained parameters are in no optimizer, and"
+                run.say("found", f"{len(free[0]['free'])} trained parameters are in no optimizer, "
+                                 "and"
                         f" stay as they are: {', '.join(free[0]['free'][:3])}", f"the optimizer was"
                         f" made at {note['at']}", "", "free")
-            several = [e for e in rows if e["backs"] > 1 and e["forwards"] == e["backs"] and e["sync"]]
+            several = [e for e in rows if e["backs"] > 1 and e["forwards"] == e["backs"] and
+                e["sync"]]
             unsynced = any(not e["sync"] for e in rank.kinds["forward"] if e["grad"])
             if most(len(several), len(rows)) and not unsynced and run.ddp and not differ(
                     e["backs"] for e in several) and len(rank.steps) == 1:
-                run.say("asked", f"gradients are exchanged {several[0]['backs']} times for one step {at}"
+                run.say("asked", f"gradients are exchanged {several[0]['backs']} times for one "
+                                 f"step {at}"
                         , "no_sync() around the forward of all but the last saves the others",
                         "recipes/accumulate.py")
         thrown = rank.kinds["thrown"]
@@ -691,7 +742,8 @@ def gradients(run):
         usual = windows.most_common(1)[0][0] if windows else 1
         lost = [e for e in thrown if 0 < e["backs"] < usual]
         if usual > 1 and lost and len(lost) <= len(rank.passes) and len(rank.steps) == 1:
-            run.say("asked", f"at {lost[0]['at']}, zero_grad() throws away {lost[0]['backs']} of {usual}"
+            run.say("asked", f"at {lost[0]['at']}, zero_grad() throws away {lost[0]['backs']} of "
+                             f"{usual}"
                     " accumulated backward passes, at the end of each epoch",
                     "take a last step with them, or leave these batches out knowingly",
                     "recipes/accumulate.py")
@@ -702,10 +754,12 @@ def clipping(run):
     for rank in run.ranks.values():
         clips = rank.kinds["clip"]
         for wrong, what in (
-                (lambda e: e["scaled"], "clips gradients that GradScaler still multiplies: call "
-                 "scaler.unscale_(optimizer) before"),
-                (lambda e: not e["n"], "clips nothing: no gradient is in what it is given (another model's"
-                 " parameters, a generator that was read before)"),
+                (lambda e: e["scaled"], ("clips gradients that GradScaler still multiplies: call "
+                 "scaler.unscale_(optimizer) before")),
+                (lambda e: not e["n"], ("clips nothing: no gradient is in what it is given "
+                                        "(another "
+                                       "model's"
+                 " parameters, a generator that was read before)")),
                 (lambda e: e["n"] and not e["owned"], "clips parameters of no optimizer")):
             if most(len([e for e in clips if wrong(e)]), len(clips)):
                 run.say("found", f"clip_grad_norm_ at {clips[0]['at']} {what}", "",
@@ -717,7 +771,8 @@ def summed(run):
     calls = [e for e in run.any("call") if e.get("grad")]
     if len(calls) > 7:
         run.say("asked", f"all_reduce at {calls[0]['at']} adds up gradients that DDP has averaged",
-                f"it sends all twice, and makes them {run.world} times as large unless you divide", "")
+                f"it sends all twice, and makes them {run.world} times as large unless you "
+                "divide", "")
 
 
 def scaler(run):
@@ -749,7 +804,7 @@ def rates(run):
 
 def schedules(run):
     """A schedule that is never stepped, counts in another unit, or runs back up. Asked, but for the
-    first: a run may be meant to go on. Alike: parts of a SequentialLR, which wait for their turn."""
+    first: a run may be meant to go on. Alike: parts of a SequentialLR, which wait."""
     for rank in run.ranks.values():
         last = {e["id"]: e for e in rank.kinds["schedule"]}
         inside = {i for e in last.values() for i in e["of"]}
@@ -757,18 +812,26 @@ def schedules(run):
         for e in last.values():
             if e["id"] in inside or not e["steps"]:
                 continue
-            if "rates" not in run.causes and e["n"] == 1 and (e["steps"] > 20 and training > 1 or e["steps"] > 1000):
-                run.say("found", f"the schedule {e['type']} ({e['at']}) is never stepped: the rate stays",
+            if "rates" not in run.causes and e["n"] == 1 and (e["steps"] > 20 and training > 1 or
+                e["steps"] > 1000):
+                run.say("found", f"the schedule {e['type']} ({e['at']}) is never stepped: the rate "
+                                 "stays",
                         "call its step()", "")
             elif e["type"] == "CosineAnnealingLR" and e["last"] > e["total"]:
-                run.say("asked", f"CosineAnnealingLR ({e['at']}) was made for {e['total']} steps, and "
-                        f"has taken {e['last']}: the rate rises again", "epochs for its length, and a"
+                run.say("asked", f"CosineAnnealingLR ({e['at']}) was made for {e['total']} steps, "
+                                 "and "
+                        f"has taken {e['last']}: the rate rises again", "epochs for its length, "
+                            "and a"
                         " step for each batch?", "")
             elif e["total"] and run.world > 1 and not run.cut and abs(
-                    e["total"] / max(1, e["last"]) / run.world - 1) < 0.1 and e["steps"] == e["last"]:
-                run.say("asked", f"{e['type']} ({e['at']}) was made for {e['total']} steps, and the run"
-                        f" ends after {e['last']}, {run.world} times fewer", "was its length counted"
-                        " before the data were shared out?", "pitfalls/learning_rate_and_world_size.py")
+                    e["total"] / max(1, e["last"]) / run.world -
+                        1) < 0.1 and e["steps"] == e["last"]:
+                run.say("asked", f"{e['type']} ({e['at']}) was made for {e['total']} steps, and "
+                                 "the run"
+                        f" ends after {e['last']}, {run.world} times fewer", "was its length "
+                            "counted"
+                        " before the data were shared out?",
+                            "pitfalls/learning_rate_and_world_size.py")
 
 
 def made_anew(run):
@@ -779,8 +842,10 @@ def made_anew(run):
             made[e["at"], e["ids"]].append(e)
         for (at, _), notes in made.items():
             if len({e["o"] for e in notes}) > 2 and notes[0]["keeps"]:
-                run.say("asked", f"the optimizer is made anew {len({e['o'] for e in notes})} times, over"
-                        f" the same parameters ({at})", "its momentum is lost each time: make it once,"
+                run.say("asked", f"the optimizer is made anew {len({e['o'] for e in notes})} "
+                                 "times, over"
+                        f" the same parameters ({at})", "its momentum is lost each time: make it "
+                                                        "once,"
                         " before the epochs")
 
 
@@ -789,8 +854,10 @@ def averages(run):
     for rank in run.ranks.values():
         for e in {e["id"]: e for e in rank.kinds["average"]}.values():
             if e["n"] == 0 and e["steps"] > 19:
-                run.say("asked", f"AveragedModel ({e['at']}) is never updated: after {e['steps']} steps"
-                        " it holds the first weights", "call update_parameters(model) after each step")
+                run.say("asked", f"AveragedModel ({e['at']}) is never updated: after {e['steps']} "
+                                 "steps"
+                        " it holds the first weights", "call update_parameters(model) after each "
+                                                       "step")
 
 
 # ---- Files, and what comes after a restart ----
@@ -817,37 +884,50 @@ def files(run):
                     near = [e for e in rows if q != r and load["path"] in (path, moves.get(path))
                             and e["begun"] <= load["phase"] and load["begun"] <= e["phase"]]
                     if near and "save" not in run.causes:
-                        inside = any(load["start"] < e["t"] and e["start"] < load["t"] for e in near)
-                        run.say("found" if inside else "asked", f"rank {r} loads {name} ({load['at']})"
-                                f" while rank {q} saves it ({near[0]['at']}), and nothing lets it wait",
-                                "dist.barrier() between them", "pitfalls/README.md#it-was-killed-and-"
+                        inside = any(load["start"] < e["t"] and e["start"] < load["t"] for e in
+                            near)
+                        run.say("found" if inside else "asked", f"rank {r} loads {name} "
+                                                                f"({load['at']})"
+                                f" while rank {q} saves it ({near[0]['at']}), and nothing lets it "
+                                "wait",
+                                "dist.barrier() between them",
+                                "pitfalls/README.md#it-was-killed-and-"
                                 "something-is-lost")
                         break
     for rank in run.ranks.values():
         for e in rank.kinds["save"]:
             if e["wrapper"]:
-                run.say("asked", f"{e['at']} saves the state of the DDP object: its names begin with"
-                        ' "module."', "another script cannot load it: save model.module.state_dict()",
+                run.say("asked", f"{e['at']} saves the state of the DDP object: its names begin "
+                                 "with"
+                        ' "module."', "another script cannot load it: save "
+                                      "model.module.state_dict()",
                         "pitfalls/keys_with_module.py")
             if e["old"]:
                 run.say("found", f"{e['at']} saves a state_dict() that was taken {e['old']} steps"
-                        " before, and has changed with the model since", "keep a copy: copy.deepcopy("
+                        " before, and has changed with the model since", "keep a copy: "
+                            "copy.deepcopy("
                         "model.state_dict())", "", "", e["at"])
         for e in rank.kinds["took"]:
             if e["old"]:
-                run.say("found", f"{e['at']} loads a state_dict() of {e['old']} steps before, which has"
-                        " changed with the model since: nothing happens", "keep a copy: copy.deepcopy("
+                run.say("found", f"{e['at']} loads a state_dict() of {e['old']} steps before, "
+                                 "which has"
+                        " changed with the model since: nothing happens", "keep a copy: "
+                            "copy.deepcopy("
                         "model.state_dict())", "")
             if e["n"] > 3 and e["fit"] < e["n"] / 10:
-                run.say("found", f"{e['at']} loads {e['n']} entries, of which {e['fit']} fit the model:"
-                        " it stays as it was", f"their names differ by {e['prefix']!r}" if e["prefix"]
+                run.say("found", f"{e['at']} loads {e['n']} entries, of which {e['fit']} fit the "
+                                 "model:"
+                        " it stays as it was", f"their names differ by {e['prefix']!r}" if
+                            e["prefix"]
                         else "", "pitfalls/keys_with_module.py")
         paths = collections.Counter(e["path"] for e in rank.kinds["save"] if e["optimizer"])
         for path, n in paths.items():
             read = any(f["path"] == path for f in run.any("load"))
             if n > 1 and path and read and path not in {e["source"] for e in rank.kinds["move"]}:
-                run.say("found", f"{os.path.basename(path)}, from which the job goes on, is written over"
-                        f" in place {n} times", "a kill meanwhile leaves none: write beside it, then"
+                run.say("found", f"{os.path.basename(path)}, from which the job goes on, is "
+                                 "written over"
+                        f" in place {n} times", "a kill meanwhile leaves none: write beside it, "
+                                                "then"
                         " os.replace", "pitfalls/snapshot_in_place.py")
 
 
@@ -862,13 +942,17 @@ def resumes(run):
     trains = any(rank.count for rank in run.ranks.values())
     keeps = [n for rank in run.ranks.values() for n in rank.optimizers.values() if n["keeps"]]
     if before and trains and run.first.attempt and before.any("save") and not ours:
-        run.say("asked", f"attempt {run.first.attempt} begins anew: it loads no file that the attempt"
+        run.say("asked", f"attempt {run.first.attempt} begins anew: it loads no file that the "
+                         "attempt"
                 " before has saved", "all is trained again", "02_torchrun_elastic.py")
     for e in loads if trains and keeps and not run.any("resumed") else ():
         if e["optimizer"] or e in ours:
-            run.say("found" if e in ours else "asked", f"{e['at']} loads {os.path.basename(e['path'])},"
-                    " and training goes on without the optimizer's state", "its momentum begins at 0"
-                    " after each resume" if e in ours else "right for fine-tuning; after a crash the"
+            run.say("found" if e in ours else "asked", f"{e['at']} loads "
+                                                       f"{os.path.basename(e['path'])},"
+                    " and training goes on without the optimizer's state", "its momentum begins at "
+                        "0"
+                    " after each resume" if e in ours else "right for fine-tuning; after a crash "
+                                                           "the"
                     " momentum is lost", "pitfalls/optimizer_not_saved.py")
             break
     for r, rank in run.ranks.items():
@@ -881,14 +965,17 @@ def resumes(run):
                         f"{e['rate'][0]:.3g}, and the next step takes {step['rate'][0]:.3g}",
                         "a schedule made after the load sets it back: load it last", "", "rate")
             if not step and rank.steps and e["o"] not in rank.steps:
-                run.say("found", f"{e['at']} loads the state of an optimizer that never takes a step",
-                        "the one that trains was made afterwards", "pitfalls/optimizer_not_saved.py")
+                run.say("found", f"{e['at']} loads the state of an optimizer that never takes a "
+                                 "step",
+                        "the one that trains was made afterwards",
+                        "pitfalls/optimizer_not_saved.py")
         break
     firsts = {r: next((p.get("epoch") for p in rank.passes.values() if p["backs"] > 1
                        and "num_replicas" in p), None) for r, rank in run.ranks.items()}
     if differ(firsts.values()) and None not in firsts.values():
         run.say("found", f"the ranks begin in different epochs: {[*firsts.values()]}",
-                "some go on from a file that others do not have", "02_torchrun_elastic.py", "resumed")
+                "some go on from a file that others do not have", "02_torchrun_elastic.py",
+                "resumed")
     if not before or not ours:
         return
     for r, rank in run.ranks.items():
@@ -903,11 +990,14 @@ def resumes(run):
             again = [c for c in passes[0]["crcs"][:8] if c in ends[0]["crcs"][:8]]
             if len(ends) > 1 and len(again) > 1 and ends[0]["crcs"][:2] != ends[1]["crcs"][:2] and (
                     passes[0]["crcs"][:2] == ends[0]["crcs"][:2]):
-                run.say("found", f"after the resume the data begin anew ({passes[0]['at']}): the first "
-                        "batches are those of the first epoch", "set_epoch by the number of the epoch"
+                run.say("found", f"after the resume the data begin anew ({passes[0]['at']}): the "
+                                 "first "
+                        "batches are those of the first epoch", "set_epoch by the number of the "
+                                                                "epoch"
                         " over all attempts", "recipes/resume_mid_epoch.py")
             elif last is not None and next_ not in (last + 1, None) and ends[-1].get("shuffle"):
-                run.say("found", f"epoch {last} was finished and saved, and the resumed run begins with"
+                run.say("found", f"epoch {last} was finished and saved, and the resumed run begins "
+                                 "with"
                         f" epoch {next_}", "one is trained twice, or left out",
                         "pitfalls/off_by_one_epoch.py")
 
@@ -921,7 +1011,8 @@ def settings(run):
     notes = [n for rank in run.ranks.values() for n in rank.optimizers.values()]
     debug = [*one.debug, *["torch.autograd.set_detect_anomaly"] * any(n["anomaly"] for n in notes)]
     if debug:
-        run.say("found", f"debugging is on: {', '.join(debug)}", "it slows each step down; switch it"
+        run.say("found", f"debugging is on: {', '.join(debug)}", "it slows each step down; switch "
+                                                                 "it"
                 " off for a long job", "")
     if any(n["double"] for n in notes):
         run.say("asked", "the weights are in double precision (float64)", "twice the memory and the"
@@ -929,17 +1020,21 @@ def settings(run):
     local = max(one.local, 1)
     threads = max((n["threads"] for n in notes if n["device"] == "cpu"), default=0)
     if threads * local > 2 * one.cores and threads > 1:
-        run.say("found", f"{local} ranks with {threads} threads each share {one.cores} cores: they wait"
+        run.say("found", f"{local} ranks with {threads} threads each share {one.cores} cores: they "
+                         "wait"
                 " for each other", f"torch.set_num_threads({max(1, one.cores // local)})",
                 "benchmarks/README.md")
     for e in run.any("call"):
         if e.get("one"):
-            run.say("found", f"all_gather at {e['at']} is given one tensor under {run.world} names: all"
-                    " slots hold the last rank's", "make them by a comprehension, not by [t] * n", "")
+            run.say("found", f"all_gather at {e['at']} is given one tensor under {run.world} "
+                             "names: all"
+                    " slots hold the last rank's", "make them by a comprehension, not by [t] * "
+                                                   "n", "")
 
 
 RULES = [calls, wrappers, apart, told_wrong, splits, same_batches, whole_set, order_again, overlap,
-         batches_again, shares, empty, modes, draws, evaluations, alone, gradients, clipping, summed,
+         batches_again, shares, empty, modes, draws, evaluations, alone, gradients, clipping,
+             summed,
          scaler, rates, schedules, made_anew, averages, files, resumes, settings]
 
 
@@ -957,7 +1052,8 @@ def parts(run):
         raw[r] = {}
         for i, e in rows.items():
             if e["spans"] and i > 2:
-                start = rows[i - 1]["end"] + rows[i - 1]["own"] if i - 1 in rows else e["spans"][0][1]
+                start = rows[i - 1]["end"] + rows[i -
+                    1]["own"] if i - 1 in rows else e["spans"][0][1]
                 each = dict.fromkeys("lfbwcos", 0.0)
                 for kind, a, b in e["spans"]:
                     each[kind] += max(0, b - max(a, start))
@@ -992,18 +1088,22 @@ def times(run):
     for r, rows in sorted(table.items()):
         totals = sorted(row["all"] for row in rows.values())
         yield (f"rank {r}: a step takes {1e3 * statistics.median(totals):.1f} ms "
-               f"({1e3 * totals[len(totals) // 20]:.1f} to {1e3 * totals[-1 - len(totals) // 20]:.1f}): "
-               + ", ".join(f"{name} {1e3 * median[r][k]:.1f}" for k, name in PARTS.items() if mean[r][k] > 0.005 * mean[r]["all"]))
+               f"({1e3 * totals[len(totals) // 20]:.1f} to "
+               f"{1e3 * totals[-1 - len(totals) // 20]:.1f}): "
+               + ", ".join(f"{name} {1e3 * median[r][k]:.1f}" for k,
+                   name in PARTS.items() if mean[r][k] > 0.005 * mean[r]["all"]))
     for r, rows in table.items():
         whole = sum(row["all"] for row in rows.values())
         for k, what, cost, read in (
                 ("l", "waits for its loader", "more workers, or less work for each item",
                  "benchmarks/README.md#throughput"),
-                ("s", "saves", "save more rarely, or from a thread's copy", "recipes/checkpoint_any_"
-                 "world_size.py")):
+                ("s", "saves", "save more rarely, or from a thread's copy",
+                    ("recipes/checkpoint_any_"
+                 "world_size.py"))):
             share = sum(row[k] for row in rows.values()) / whole
             if share > 0.5 or k == "s" and share > 0.2:
-                run.say("found", f"rank {r} {what} for {share:.0%} of the time of its steps", cost, read)
+                run.say("found", f"rank {r} {what} for {share:.0%} of the time of its steps", cost,
+                    read)
         typical = statistics.median(row["wait"] / row["all"] for row in rows.values())
         last = collections.Counter(min(table, key=lambda q, i=i: table[q][i]["wait"])
                                    for i, row in rows.items() if row["wait"] > 0.1 * row["all"])
@@ -1012,7 +1112,8 @@ def times(run):
             more = {k: median[other][k] - median[r][k] for k in "lfbos"}
             more["rest"] = median[other]["rest"] - median[r]["rest"]
             k = max(more, key=more.get)
-            run.say("found", f"rank {r} waits for rank {other} in {typical:.0%} of the time of a step",
+            run.say("found", f"rank {r} waits for rank {other} in {typical:.0%} of the time of a "
+                             "step",
                     f"rank {other} takes {1e3 * more[k]:.1f} ms longer in "
                     f"{PARTS[k] if k != 'rest' else 'its own code, outside of the parts below'}",
                     "pitfalls/slow_rank.py")
@@ -1041,8 +1142,9 @@ def picture(run):
     start = min(row[middle - 1]["end"] for row in rows.values() if middle - 1 in row)
     end = max(row[shown[-1]]["end"] for row in rows.values())
     scale, high = 860 / (end - start), 34 * len(rows)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {high + 110}" font-size="13" '
-           f'font-family="sans-serif"><rect width="960" height="{high + 110}" fill="white"/>']
+    out = [(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {high + 110}" '
+            'font-size="13" '
+           f'font-family="sans-serif"><rect width="960" height="{high + 110}" fill="white"/>')]
     for y, (r, row) in enumerate(sorted(rows.items())):
         out.append(f'<text x="8" y="{34 * y + 40}">rank {r}</text>'
                    f'<rect x="80" y="{34 * y + 22}" width="860" height="26" fill="#eeeeee"/>')
@@ -1051,7 +1153,8 @@ def picture(run):
                 a, b = max(a, start), min(b, end)
                 if b > a:
                     out.append(f'<rect x="{80 + scale * (a - start):.1f}" y="{34 * y + 22}" width="'
-                               f'{max(0.4, scale * (b - a)):.1f}" height="26" fill="{COLOURS[kind]}">'
+                               f'{max(0.4, scale * (b - a)):.1f}" height="26" '
+                               f'fill="{COLOURS[kind]}">'
                                f"<title>{NAMES[kind]}: {1e3 * (b - a):.2f} ms</title></rect>")
             if i in shown and i in row:
                 x = 80 + scale * (row[i]["end"] - start)
@@ -1060,7 +1163,8 @@ def picture(run):
     tick = next(t for t in (tick, 2 * tick, 5 * tick, 10 * tick) if (end - start) / t < 12)
     for n in range(int((end - start) / tick) + 1):
         x = 80 + scale * n * tick
-        out.append(f'<path d="M{x:.1f} {high + 24}v6" stroke="black"/><text x="{x:.1f}" y="{high + 44}"'
+        out.append(f'<path d="M{x:.1f} {high + 24}v6" stroke="black"/><text x="{x:.1f}" '
+                   f'y="{high + 44}"'
                    f' text-anchor="middle">{1e3 * n * tick:g}</text>')
     out.append(f'<text x="8" y="{high + 44}">ms</text>')
     x = 80
@@ -1068,7 +1172,8 @@ def picture(run):
         out.append(f'<rect x="{x}" y="{high + 64}" width="12" height="12" fill="{COLOURS[kind]}"/>'
                    f'<text x="{x + 17}" y="{high + 75}">{name}</text>')
         x += 34 + 7 * len(name)
-    out.append(f'<text x="80" y="{high + 98}">steps {shown[0] + 1} to {shown[-1] + 1}; a black line ends'
+    out.append(f'<text x="80" y="{high + 98}">steps {shown[0] + 1} to {shown[-1] + 1}; a black '
+               'line ends'
                " a step; grey: none of these</text></svg>")
     return "\n".join(out)
 
@@ -1082,17 +1187,17 @@ def read(folder):
     for name in sorted(os.listdir(folder)):
         path = f"{folder}/{name}"
         if name.endswith(".failed"):
-            failures.append(open(path).read().strip().splitlines()[-1])
+            failures.append(pathlib.Path(path).read_text().strip().splitlines()[-1])
         if name.endswith(".jsonl"):
             events, now = [], path[:-5] + "now"
-            for line in open(path):
+            for line in pathlib.Path(path).read_text().splitlines(True):
                 if line.endswith("}\n"):
                     event = json.loads(line)
                     if event["k"] == "joined" and any(e["k"] == "joined" for e in events):
                         pieces.append(Rank(events))
                         events = []
                     events.append(event)
-            stands = open(now, errors="replace").read().split("|") if os.path.exists(now) else [""]
+            stands = pathlib.Path(now).read_text(errors="replace").split("|")
             if events:
                 pieces.append(Rank(events))
                 pieces[-1].stands = f"in {stands[1]} at {stands[2].strip()}" if (
@@ -1168,8 +1273,8 @@ def watch(args, records):
         sys.stdout.flush()
     while command.poll() is None:
         lines = command.read(0.2, echo=echo)
-        new = [(name, os.path.getsize(f"{records}/{name}") if name.endswith("jsonl") else open(
-            f"{records}/{name}", "rb").read()) for name in sorted(os.listdir(records))
+        new = [(name, os.path.getsize(f"{records}/{name}") if name.endswith("jsonl") else
+            pathlib.Path(f"{records}/{name}").read_bytes()) for name in sorted(os.listdir(records))
             if name != "site"]
         if lines or new != state or not new:
             state, moved = new, time.monotonic()
@@ -1201,8 +1306,10 @@ def main():
     parser = argparse.ArgumentParser(usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
                                      description=__doc__.partition("\n")[0])
     parser.error = stop
-    parser.add_argument("--seconds", type=float, default=60, help="end the command after so long (60)")
-    parser.add_argument("--stall", type=float, default=30, help="or when it stands still for so long")
+    parser.add_argument("--seconds", type=float, default=60, help="end the command after so long "
+                                                                  "(60)")
+    parser.add_argument("--stall", type=float, default=30, help="or when it stands still for so "
+                                                                "long")
     parser.add_argument("--picture", help="write some steps to this SVG")
     parser.add_argument("--json", help="write all that is said to this file")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -1233,7 +1340,8 @@ def report(args, records, status, why, error):
     if why == "stall":
         said.insert(0, ("found", f"it stands still for {args.stall:g} s: " + "; ".join(
             f"rank {r} {rank.stands or 'in no call of torch'}" for r, rank in sorted(
-                runs[-1].ranks.items())[:8]), "", "pitfalls/README.md#it-hangs-or-a-timeout-ends-it"))
+                runs[-1].ranks.items())[:8]), "",
+                    "pitfalls/README.md#it-hangs-or-a-timeout-ends-it"))
     elif status and not why:
         said.insert(0, ("found", f"the script fails, with status {status}", error, ""))
     print(f"\n{'-' * 20} check_training {'-' * 20}")
@@ -1245,7 +1353,8 @@ def report(args, records, status, why, error):
     for line in lines:
         print(line)
     if not runs and not alone:
-        print("no process of the command was seen to train: python -I and -E, and a PYTHONPATH that the"
+        print("no process of the command was seen to train: python -I and -E, and a PYTHONPATH "
+              "that the"
               " script sets anew, keep the recorder out")
     for failure in {*failures}:
         print(f"the recorder failed in a process, which ran on without it: {failure}")

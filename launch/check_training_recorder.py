@@ -26,10 +26,12 @@ FOLDER = os.environ.get("CHECK_TRAINING", "")  # where the records go
 FIRST = 20  # steps in which tensors of a GPU are read
 SAMPLE = 200_000  # values of all weights, or of all gradients, that are read in a step, at most
 RAISED = object()  # in the place of a result
-COLLECTIVES = """all_reduce broadcast reduce all_gather all_gather_into_tensor gather scatter
-    reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single barrier monitored_barrier
-    all_gather_object gather_object broadcast_object_list scatter_object_list""".split()
-TO_ONE = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
+COLLECTIVES = ["all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
+    "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
+    "all_to_all_single", "barrier", "monitored_barrier", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list"]
+TO_ONE = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list",
+    "recv_object_list"]
 now = time.monotonic  # one clock for all processes of a machine
 here = threading.local()  # what this thread is in
 torch = dist = me = None
@@ -316,7 +318,7 @@ class Me:
 
     def enter_call(self, name, args, kwargs):
         tensors = [*tensors_in([*args[:2], *kwargs.values()])]
-        group, what = self.group_of(args, kwargs), dict(name=name, at=where())
+        group, what = self.group_of(args, kwargs), {"name": name, "at": where()}
         i = self.count(f"in {group}")
         if tensors:
             first = tensors[0]
@@ -360,7 +362,8 @@ class Me:
         ddp, grad, device = args[0], torch.is_grad_enabled(), None
         number, sync = self.wrappers.get(ddp, (0,))[0], ddp.require_backward_grad_sync
         i = self.count(f"forward {number} {grad}")
-        what = dict(ddp=number, i=i, grad=grad, training=ddp.training, sync=sync, at=where())
+        what = {"ddp": number, "i": i, "grad": grad, "training": ddp.training, "sync": sync,
+            "at": where()}
         if grad:
             self.forwards, self.open, self.sync = self.forwards + 1, self.open + 1, sync
             self.twice = self.twice or self.open > 1
@@ -426,9 +429,10 @@ class Me:
             inner = inner or f"distributed{os.sep}optim" in frame.f_code.co_filename
             frame = frame.f_back or frame
         if not inner or ".distributed.optim" in type(args[0]).__module__:
-            self.optimizers[args[0]] = dict(
-                key=str(self.site("o")), at=where(), i=0, dirty=False, watch=None, bits=0, open=0,
-                late=0, listed=None, backs=0, forwards=0, small=0)
+            self.optimizers[args[0]] = {
+                "key": str(self.site("o")), "at": where(), "i": 0, "dirty": False, "watch": None,
+                    "bits": 0, "open": 0,
+                "late": 0, "listed": None, "backs": 0, "forwards": 0, "small": 0}
 
     def describe(self, optimizer, known, params):
         """Note the parameters of an optimizer, by DDP's names where they are DDP's."""
@@ -547,10 +551,12 @@ class Me:
         self.end_pass(self.recent.get(key), False)
         self.after_pass()
         length, share = size_of(loader.dataset), size_of(sampler)
-        known = self.passes[iterator] = self.recent[key] = dict(
-            key=key, number=number, p=self.count("pass"), drawn=0, order=0, sum=0, rising=True,
-            sketch=[], every=max(1, (length or 0) // 2000), count=0, rows=0, crcs=[], content=0.0,
-            backs=self.backwards, over=False, grad=False, modes=self.modes())
+        known = self.passes[iterator] = self.recent[key] = {
+            "key": key, "number": number, "p": self.count("pass"), "drawn": 0, "order": 0,
+                "sum": 0, "rising": True,
+            "sketch": [], "every": max(1, (length or 0) // 2000), "count": 0, "rows": 0,
+            "crcs": [], "content": 0.0,
+            "backs": self.backwards, "over": False, "grad": False, "modes": self.modes()}
         iterator._sampler_iter = Indices(iterator._sampler_iter, known)
         self.note(
             "pass", p=known["p"], key=key, number=number, at=where(), length=length, share=share,
@@ -559,7 +565,8 @@ class Me:
             drop=any(getattr(s, "drop_last", None) is True for s in (*chain, loader)),
             iterable=iterator._dataset_kind == 1, data=data_in(loader.dataset) if number < 2 else 0,
             id=id(sampler), **{name: value for name in ("num_replicas", "rank", "epoch", "shuffle",
-                               "total_size") if isinstance(value := getattr(sampler, name, None), int)})
+                               "total_size") if isinstance(value := getattr(sampler, name, None),
+                               int)})
 
     def modes(self):
         """[training?, BatchNorm's values, how often they have moved] of each DDP's module."""
@@ -651,7 +658,7 @@ class Me:
 
     def enter_file(self, args, kwargs):
         self.stand("a file", where())
-        return dict(start=now(), at=where(), begun=self.phase)
+        return {"start": now(), "at": where(), "begun": self.phase}
 
     def saved(self, value, result, args, kwargs):
         content, keys = args[0], {*keys_in(args[0])}

@@ -1,0 +1,161 @@
+"""One silent mistake at a time, in docs/many_processes.py, for test_check_training.py."""
+
+import pathlib
+
+BASE = "docs/many_processes.py"
+LINES = (pathlib.Path(__file__).parents[2] / BASE).read_text().splitlines(True)
+
+
+def line(begin):
+    [found] = [text for text in LINES if text.strip().startswith(begin)]
+    return found
+
+
+SAMPLER, LOADER, WRAP, OPT = map(line, ("sampler = ", "loader = ", "model = DDP(", "optimizer = "))
+DATA, EPOCHS, SET_EPOCH, LOOP = map(line, ("dataset = ", "for epoch", "sampler.set_e", "for x, y"))
+MOVE, LOSS, ZERO, BACK = map(line, ("x, y = ", "loss = ", "optimizer.zero", "loss.backward"))
+STEP, REDUCE, RANK_0, SAVE = map(line, ("optimizer.step", "dist.all_red", "if dist.get",
+    "torch.save"))
+GELU, SEED = "nn.GELU(),", "    torch.manual_seed(dist.get_rank())\n"
+NORM, DROP = "nn.GELU(), nn.BatchNorm1d(64),", "nn.GELU(), nn.Dropout(0.1),"
+
+
+def after(old, *new):
+    pad = old[: len(old) - len(old.lstrip())]
+    return {old: old + "".join(f"{pad}{text}\n" for text in new)}
+
+
+def before(old, *new):
+    return {old: after(old, *new)[old].removeprefix(old) + old}
+
+
+def evaluate(arguments, mode="model.eval()"):
+    return before(REDUCE, "tests = TensorDataset(inputs[:101])", mode, "with torch.no_grad():",
+                  f"    [model.module(x) for x, in DataLoader(tests, 17{arguments})]",
+                  "model.train()")
+
+
+# {mistake: (changes, the rule, what is said, the text of the line that is named, plain pytest?)}
+MISTAKES = {
+    "no DDP": ({WRAP: "", "model.module.state": "model.state"}, "apart",
+               "found: .* come apart at step 1 .*no model is wrapped", STEP, True),
+    "unfrozen": ({WRAP: "    model[0].requires_grad_(False)\n" + WRAP, **after(
+        SET_EPOCH, "model.module[0].requires_grad_(epoch > 0)")}, "apart",
+        "found: .* come apart at step 17 .*: frozen when DDP", STEP, True),
+    "no_sync": ({BACK: BACK[:8] + "    loss.backward()\n", LOSS: LOSS.replace(
+        "loss = ", "with model.no_sync(): loss = ")}, "apart", "found: .*no_sync", STEP, False),
+    "two forwards": ({BACK: "            more = model(x).mean()\n" + BACK + BACK.replace(
+        "loss", "more")}, "apart", "found: .*two forwards", STEP, False),
+    "cast": (after(WRAP, "model.double(); model.float()"), "apart", "found: .*cast", STEP, False),
+    "loaded by one": (after(WRAP, "if dist.get_rank() == 0: model.module.load_state_dict({k: v + 1 "
+                            "for k, v in model.module.state_dict().items()})"), "apart",
+                      "found: .*rank 0 alone loads", STEP, False),
+    "names": ({GELU: "nn.GELU(), nn.Sequential(OrderedDict([(n, nn.Linear(64, 64)) for n in 'abab'"
+               "[dist.get_rank() :][:2]])),", DATA: "    from collections import OrderedDict\n" +
+                   DATA},
+              "wrappers", "found: the ranks' models are not alike", WRAP, False),  # as from a set
+    "calls": ({REDUCE: REDUCE[:8] + "dist.all_reduce(loss_sum if dist.get_rank() else loss_sum"
+               ".int())\n"}, "calls", "found: .*calls differ, from number 1", None, False),
+    "same batches": ({SAMPLER: "", SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
+                     "same_batches", "found: .*train on the same batches", LOSS, True),
+    "the whole set": ({SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
+                      "whole_set", "found: each rank goes through all 1024", LOOP, False),
+    "one replica": ({"Sampler(dataset)": "Sampler(dataset, 1, 0)"}, "told_wrong",
+                    "found: .*told a wrong number", LOOP, False),
+    "no set_epoch": ({SET_EPOCH: ""}, "order_again", "found: .*same order", LOOP, True),
+    "its own parts": (after(DATA, "torch.seed()", "dataset, _ = torch.utils.data.random_split("
+                            "dataset, [896, 128])"), "splits", "found: .*splits the set", None,
+                                False),
+    "seeds": ({"Sampler(dataset)": "Sampler(dataset, seed=dist.get_rank())"}, "overlap",
+              "found: the ranks' shares overlap", LOOP, False),
+    "first batches": ({LOOP: "        for _ in range(16):\n            x, y = "
+                             "next(iter(loader))\n"},
+                      "batches_again", "found: each step begins a new pass", None, False),
+    "unequal": ({"64 // dist.get_world_size()": "32 - 16 * dist.get_rank()", LOOP: LOOP.replace(
+        "in loader", "in [*loader][:16]")}, "shares",
+                "question: .*differ in size", None, False),
+    "nothing": ({"sampler=sampler)": "sampler=sampler, drop_last=True)", "batch_size=64": (
+        "batch_size=9999")}, "empty", "found: .*yields no batch", LOOP, False),
+    "eval mode": ({GELU: DROP, **before(REDUCE, "model.eval()"), EPOCHS: SEED + EPOCHS}, "modes",
+                  "found: from forward 17 on, training goes on in eval", LOSS, True),
+    "one seed": ({GELU: DROP}, "draws", "question: all ranks draw the same random", None, False),
+    "padded": (evaluate(", sampler=DistributedSampler(tests)"),
+               "evaluations", "found: .*counts 1 of 101 items twice", None, True),
+    "drop_last": (evaluate(", drop_last=True"), "evaluations",
+                  "found: .*leaves out 16 of 101", None, False),
+    "train mode": ({GELU: NORM, **evaluate("", "model.train()")}, "evaluations",
+                   "question: .*runs in train mode", None, False),
+    "BatchNorm": ({GELU: NORM, **evaluate("")},
+                  "evaluations", "found: BatchNorm's running values differ", None, False),
+    "never cleared": ({ZERO: ""}, "gradients", "found: gradients are never cleared", STEP, True),
+    "cleared late": ({ZERO: "", STEP: ZERO + STEP}, "gradients", "found: .*cleared between", STEP,
+                     False),
+    "nan": (after(LOSS, "loss = loss * float('nan') if epoch else loss"), "gradients",
+            "found: from step 17 on, gradients are nan", STEP, False),
+    "a copy": ({WRAP: "    import copy; old = copy.deepcopy(model)\n" + WRAP,
+                "SGD(model": "SGD(old"}, "gradients", "found: none of the optimizer's 4",
+                "optimizer = ", False),
+    "a part": ({"SGD(model.": "SGD(model.module[2]."}, "gradients", "found: 2 trained param", None,
+               False),
+    "scaled": ({OPT: OPT + "    scaler = torch.amp.GradScaler('cpu')\n", BACK: (
+        "            scaler.scale(loss).backward()\n            nn.utils.clip_grad_norm_(model"
+        ".parameters(), 1)\n"), STEP: "            scaler.step(optimizer); scaler.update()\n"},
+        "clipping", "found: .*still multiplies", None, False),
+    "summed": (after(BACK, "for p in model.parameters(): dist.all_reduce(p.grad)"), "summed",
+               "question: .*that DDP has averaged", None, False),
+    "rates": ({"lr=0.05": "lr=0.05 + 0.01 * dist.get_rank()"}, "apart",
+              "found: .*the learning rates differ: ", STEP, False),
+    "schedule": (after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 9)"), "schedules",
+                 "found: the schedule StepLR .*never stepped", None, False),
+    "made anew": (after(SET_EPOCH, OPT.strip()), "made_anew", "question: .*made anew 5", None,
+    False),
+    "all save": ({SAVE: SAVE[4:]}, "files", "found: all ranks save to one file", SAVE, True),
+    "the wrapper": ({"model.module.state": "model.state"}, "files", "question: .*module",
+    "torch.save", False),
+    "by reference": ({EPOCHS: "    best = None\n" + EPOCHS, REDUCE: "        best = best or model"
+                      ".module.state_dict()\n" + REDUCE,
+                          SAVE: SAVE.replace("model.module.state_dict()",
+                                                                            "best")},
+                     "files", "found: .*16 steps before", "torch.save", False),
+    "one tensor": ({REDUCE: "        parts = [torch.zeros_like(loss_sum)] * 2\n        dist."
+                    "all_gather(parts, loss_sum)\n"}, "settings", "found: .*under 2 names", None,
+                        False),
+    "debugging": (before(EPOCHS, "torch.autograd.set_detect_anomaly(True)"), "settings",
+                  "found: debugging is on", None, False),
+    "slow rank": (after(STEP, "import time; time.sleep(0.02 * dist.get_rank())"), "times",
+                  "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
+    "slow loader": (before(DATA, "import time", "class Slow(TensorDataset):",
+                           "    def __getitem__(self, i): return time.sleep(0.001), super()."
+                           "__getitem__(i)[1]") | {"TensorDataset(inputs,": "Slow(inputs,",
+                    MOVE: "            x = y.expand(-1, 10)\n"}, "times",
+                    "found: rank 0 waits for its loader", None, False),
+    "slow disk": (after(STEP, "if not dist.get_rank(): torch.save(torch.ones(2_000_000), "
+                              "'big.pt')"),
+                  "times", "found: rank 0 saves for", None, False),
+}
+RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
+    "as it is": {},
+    "local SGD": {WRAP: "", "model.module.state": "model.state", STEP: STEP + (
+        "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n"
+        "            if len(n) % 5 == 0:\n"
+        "                for p in model.parameters(): dist.all_reduce(p.data); p.data /= 2\n")},
+    "two optimizers": {OPT: OPT + "    critic = DDP(nn.Linear(1, 1)); other = torch.optim.SGD("
+                       "critic.parameters(), 0.001)\n", STEP: STEP + "            "
+                                                                     "other.zero_grad();"
+                       " critic(model(x)).mean().backward(); other.step()\n"},
+    "by hand": {WRAP: "", "model.module.state": "model.state", BACK: BACK + (
+        "            for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= 2\n")},
+    "ZeRO": {"torch.optim.SGD(model.parameters(),":
+    "__import__('torch.distributed.optim').distributed"
+             ".optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD,"},
+    "accumulation": {ZERO: "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n",
+                     LOSS: LOSS.replace("loss = ", "model.require_backward_grad_sync = "
+                                                   "len(optimizer"
+                                        ".__dict__.get('n', [])) % 4 == 3; loss = "),
+                     STEP: "            if len(n) % 4 == 0: optimizer.step(); "
+                           "optimizer.zero_grad()\n"},
+    "LBFGS": {OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n", ZERO: (
+        "            def closure():\n                optimizer.zero_grad(); loss = nn.functional"
+        ".mse_loss(model(x), y); loss.backward(); return loss\n"), BACK: "",
+        STEP: "            optimizer.step(closure)\n"},
+}

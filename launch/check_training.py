@@ -12,6 +12,7 @@ call. "Nothing found" is no proof: it says what was looked at, and what was not 
 
 import argparse
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -476,7 +477,8 @@ def overlap(run):
         firsts = [p[0] for p in have.values()]
         if len(have) < 2 or "num_replicas" not in firsts[0] or run.causes & {"data",
             "split"} or differ(
-                p["data"] for p in firsts) or not all(p.get("done") for p in firsts):
+                (p["data"], p.get("epoch")) for p in firsts) or not all(p.get("done") for p in
+                    firsts):
             continue
         sets = [{*p["sketch"]} for p in firsts]
         common = len(set.intersection(*sets))
@@ -976,7 +978,7 @@ def resumes(run):
         run.say("found", f"the ranks begin in different epochs: {[*firsts.values()]}",
                 "some go on from a file that others do not have", "02_torchrun_elastic.py",
                 "resumed")
-    if not before or not ours:
+    if not before or not ours or "weights" in run.causes:
         return
     for r, rank in run.ranks.items():
         old = before.ranks.get(r)
@@ -1108,7 +1110,7 @@ def times(run):
         last = collections.Counter(min(table, key=lambda q, i=i: table[q][i]["wait"])
                                    for i, row in rows.items() if row["wait"] > 0.1 * row["all"])
         other, times_last = (last.most_common(1) or [(r, 0)])[0]
-        if other != r and typical > 0.3 and times_last > 0.8 * len(rows):
+        if other != r and typical > 0.3 and len(rows) > 19 and times_last > 0.8 * len(rows):
             more = {k: median[other][k] - median[r][k] for k in "lfbos"}
             more["rest"] = median[other]["rest"] - median[r]["rest"]
             k = max(more, key=more.get)
@@ -1250,7 +1252,17 @@ def seen(runs, alone):
         unseen.append("a restart")
     if any(n["device"] != "cpu" for rank in ranks for n in rank.optimizers.values()):
         unseen.append("weights on GPUs after the first 20 steps")
-    yield "not seen: " + "; ".join(unseen)
+    yield "not seen: " + ("; ".join(unseen) or "what a loss, a rate or a mask is meant to be")
+
+
+def cpu(command):
+    """Seconds of CPU time that the command's living processes have used."""
+    total = 0
+    for pid in command.processes():
+        with contextlib.suppress(OSError):
+            words = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(words[11]) + int(words[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def watch(args, records):
@@ -1266,23 +1278,29 @@ def watch(args, records):
     except OSError as error:
         stop(f"cannot start the command: {error}")
     begun = moved = time.monotonic()
-    state, why = None, ""
+    state, why, used = None, "", None
 
     def echo(data):
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
     while command.poll() is None:
         lines = command.read(0.2, echo=echo)
-        new = [(name, os.path.getsize(f"{records}/{name}") if name.endswith("jsonl") else
-            pathlib.Path(f"{records}/{name}").read_bytes()) for name in sorted(os.listdir(records))
-            if name != "site"]
+        new = {name: os.path.getsize(f"{records}/{name}") if name.endswith("jsonl") else
+               pathlib.Path(f"{records}/{name}").read_bytes() for name in os.listdir(records)
+               if name != "site"}
+        still = time.monotonic() - moved
         if lines or new != state or not new:
-            state, moved = new, time.monotonic()
+            state, moved, used = new, time.monotonic(), None
+        elif used is None and still > 1:
+            used = cpu(command)
         if time.monotonic() - begun > args.seconds:
             why = "seconds"
-        elif time.monotonic() - moved > args.stall and any(
-                b"|" in where for name, where in new if name.endswith(".now")):
-            why = "stall"
+        elif used is not None and still > args.stall:
+            calls = [(text.split(b"|") + [b""])[1].strip() for name, text in new.items()
+                     if name.endswith(".now") and os.path.exists(f"/proc/{name.split('-')[0]}")]
+            waits = [call not in (b"", b"the loader", b"forward", b"a file") for call in calls]
+            if any(waits) and (all(waits) or cpu(command) - used < 0.1 * args.stall):
+                why = "stall"
         if why:
             break
     status = command.poll()

@@ -218,6 +218,7 @@ class Me:
         self.optimizers, self.wrappers, self.passes, self.loaders, self.scalers, self.made = (
             weakref.WeakKeyDictionary() for _ in range(6))
         self.parameters, self.states, self.groups, self.recent = {}, {}, {}, {}
+        self.called = set()  # DDP objects, since the last step
         self.sync, self.twice, self.line, self.ended, self.source = None, False, "", None, None
 
     def safely(self, name, *args):
@@ -367,6 +368,7 @@ class Me:
         if grad:
             self.forwards, self.open, self.sync = self.forwards + 1, self.open + 1, sync
             self.twice = self.twice or self.open > 1
+            self.called.add(number)
         if looked(i):
             found = [*tensors_in((args[1:], kwargs))]
             what.update(rows=next((len(t) for t in found if t.dim()), None),
@@ -465,7 +467,8 @@ class Me:
                     [self.parameters.get(id(p), (None, 0, "", False))]
                     if grad and p.requires_grad and readable(p, 0)]
             owned = {id(p) for each in list(self.optimizers) for p in parameters_of(each)}
-            free = [name for key, (ref, _, name, _) in self.parameters.items() if key not in owned
+            free = [name for key, (ref, number, name, _) in self.parameters.items()
+                    if key not in owned and number in self.called
                     and (p := ref()) is not None and p.grad is not None and p.requires_grad]
             self.note(
                 "step", o=known["key"], i=i, at=where(), g=prints([p.grad for p in params], i),
@@ -494,7 +497,7 @@ class Me:
             known["dirty"] = bool(grads and known["bits"])
         known.update(i=i + 1, backs=self.backwards, forwards=self.forwards,
                      small=self.small, open=0, late=0)
-        self.twice, self.open = False, 0
+        self.twice, self.open, self.called = False, 0, set()
         if known["key"] == self.main:
             if i < 500 or i % 10 == 0 and i < 5000 or i % 100 == 0:
                 self.note("spans", i=i, spans=self.spans, end=end, own=round(now() - end, 6),

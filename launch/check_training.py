@@ -1377,7 +1377,9 @@ def report(args, records, status, why, error):
     for failure in {*failures}:
         print(f"the recorder failed in a process, which ran on without it: {failure}")
     if not said and (runs or alone):
-        print("nothing found")
+        steps = any(r.steps for run in runs for r in run.ranks.values()) or any(
+            r.steps for r in alone)
+        print("nothing found" if steps else "no optimizer took a step: there was nothing to judge")
     for line in seen(runs, alone):
         print(line)
     if args.json:

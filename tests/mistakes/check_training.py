@@ -125,10 +125,11 @@ MISTAKES = {
     "slow rank": (after(STEP, "import time; time.sleep(0.02 * dist.get_rank())"), "times",
                   "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
     "slow loader": (before(DATA, "import time", "class Slow(TensorDataset):",
-                           "    def __getitem__(self, i): return time.sleep(0.001), super()."
-                           "__getitem__(i)[1]") | {"TensorDataset(inputs,": "Slow(inputs,",
-                    MOVE: "            x = y.expand(-1, 10)\n"}, "times",
-                    "found: rank 0 waits for its loader", None, False),
+                           "    def __getitem__(self, i):",
+                           "        time.sleep(0.002)",
+                           "        return super().__getitem__(i)") | {
+        "TensorDataset(inputs, inputs": "Slow(inputs, inputs"}, "times",
+        "found: rank [01] waits for its loader", None, False),
     "slow disk": (after(STEP, "if not dist.get_rank(): torch.save(torch.ones(2_000_000), "
                               "'big.pt')"),
                   "times", "found: rank 0 saves for", None, False),

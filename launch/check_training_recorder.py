@@ -214,10 +214,11 @@ class Me:
     def __init__(self, live=False):
         self.live, self.file, self.early, self.lines = live, None, [], 0
         self.phase = self.backwards = self.batches = self.forwards = self.small = self.open = 0
-        self.counts, self.spans, self.totals, self.main = {}, [], {}, None
+        self.counts, self.spans, self.main = {}, [], None
         self.optimizers, self.wrappers, self.passes, self.loaders, self.scalers, self.made = (
             weakref.WeakKeyDictionary() for _ in range(6))
         self.parameters, self.states, self.groups, self.recent = {}, {}, {}, {}
+        self.timed = True  # whether the parts of this step are noted
         self.called = set()  # DDP objects, since the last step
         self.sync, self.twice, self.line, self.ended, self.source = None, False, "", None, None
 
@@ -274,10 +275,11 @@ class Me:
             self.place[:] = text[:200].ljust(200)
 
     def span(self, kind, start, end):
+        if not self.timed:
+            return
         if len(self.spans) > 400:
             del self.spans[:100]
         self.spans.append((kind, round(start, 6), round(end, 6)))
-        self.totals[kind] = self.totals.get(kind, 0) + end - start
 
     # ---- The group, and its collectives ----
 
@@ -404,7 +406,7 @@ class Me:
             if known["dirty"] and looked(known["i"]):
                 known["dirty"] = self.watched(known, known["i"]) == known["bits"]  # not by hand
         root = next(tensors_in(args[:1] or [kwargs.get("tensors")]), None)
-        if root is not None and root.requires_grad and self.sync:
+        if root is not None and root.requires_grad and self.sync and self.timed:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             handle = root.register_hook(lambda _: queue(lambda: ready.append(now())))
         self.backwards, self.open = self.backwards + 1, max(0, self.open - 1)
@@ -419,7 +421,7 @@ class Me:
         self.span("b", start, ready[0] if ready else end)
         if ready:
             self.span("w", ready[0], end)
-            self.phase += 1
+        self.phase += bool(self.sync)
         self.stand("")
         for known in self.optimizers.values():
             if known["dirty"] and looked(known["i"]):
@@ -499,10 +501,10 @@ class Me:
                      small=self.small, open=0, late=0)
         self.twice, self.open, self.called = False, 0, set()
         if known["key"] == self.main:
-            if i < 500 or i % 10 == 0 and i < 5000 or i % 100 == 0:
-                self.note("spans", i=i, spans=self.spans, end=end, own=round(now() - end, 6),
-                          totals=self.totals if i % 20 == 0 else None)
-            self.spans = []
+            if self.timed:
+                self.note("spans", i=i, spans=self.spans, end=end, own=round(now() - end, 6))
+            self.spans, i = [], i + 1
+            self.timed = i < 200 or i % 10 == 0 and i < 5000 or i % 100 == 0
 
     def cleared(self, _, result, args, kwargs):
         """zero_grad of an optimizer, or of a module."""

@@ -972,7 +972,7 @@ def resumes(run):
                         "the one that trains was made afterwards",
                         "pitfalls/optimizer_not_saved.py")
         break
-    firsts = {r: next((p.get("epoch") for p in rank.passes.values() if p["backs"] > 1
+    firsts = {r: next((p.get("epoch") for p in rank.passes.values() if p["count"] > 1 < p["backs"]
                        and "num_replicas" in p), None) for r, rank in run.ranks.items()}
     if differ(firsts.values()) and None not in firsts.values():
         run.say("found", f"the ranks begin in different epochs: {[*firsts.values()]}",
@@ -982,7 +982,8 @@ def resumes(run):
         return
     for r, rank in run.ranks.items():
         old = before.ranks.get(r)
-        passes, ends = ([p for p in x.passes.values() if p["backs"] > 1 and "num_replicas" in p]
+        passes, ends = ([p for p in x.passes.values() if p["count"] > 1 < p["backs"]
+                         and "num_replicas" in p]
                         if x else [] for x in (rank, old))
         saves = [e["t"] for e in before.any("save") if e["path"] in {f["path"] for f in ours} | {
             m["source"] for m in before.any("move") if m["path"] in {f["path"] for f in ours}}]

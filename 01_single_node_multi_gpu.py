@@ -6,7 +6,7 @@
 The steps are those of docs/many_processes.py. Each process, a rank, has a copy of the model, its
 replica. A call that all ranks must make, as all_reduce, is a collective. Never put one under an
 "if" that only some ranks enter: they would wait for the others without a message. You see that DDP
-leaves the gradient of the whole batch on each rank, and that all replicas end up equal:
+puts the gradient of the whole batch on each rank, and that all replicas end up equal:
 
     [rank 0/2] gradient of a rank on its own images: differs from the whole batch's by 8.8e-01
     [rank 0/2] gradient that DDP leaves on each rank: differs from the whole batch's by 3.2e-07
@@ -29,7 +29,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: see join
+import torch.distributed.nn  # unused, but keep it: step 6 needs it
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -42,8 +42,8 @@ SEED = 0
 
 def main():
     args = parse_args()
-    # Here Python itself starts N processes, without torchrun (02 has it). Each imports this file
-    # anew (so "if __name__" stands below), and calls worker(rank, ...). If one fails, all end.
+    # Python itself starts N processes here (02: torchrun). Each imports this file anew (so "if
+    # __name__" stands below), and calls worker(rank, ...). If one fails, all end.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)
 
@@ -63,8 +63,8 @@ def train(device, args):
     # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
-    share = min(args.batch_size, len(train_set)) // world_size  # (at most the whole set)
-    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see there
+    share = min(args.batch_size, len(train_set)) // world_size
+    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
     # Step 4: build the model, and wrap it. DDP copies rank 0's weights to all. backward() now
@@ -114,9 +114,9 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's forward copies buffers, and would hang if one rank has a batch more.
+    # model.module: DDP's own forward may wait for all ranks, and one may have a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank (Net has none)
+    for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's, which are saved
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
@@ -132,21 +132,21 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])
+    digests = gathered(sha256.hexdigest()[:12])  # from all ranks
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
     return digests[0]
 
 
 def compare_gradients(model, loader, device):
-    """Compare DDP's gradient with that of the whole batch. (Dropout fails it: delete the call.)"""
+    """Compare DDP's gradient with that of the whole batch. (With dropout, leave it out.)"""
     def gradient(net, images, labels):
         net.zero_grad()
         cross_entropy(net(images.to(device)), labels.to(device)).backward()
         return torch.cat([weights.grad.flatten() for weights in net.parameters()])
 
     images, labels = next(iter(loader))
-    alone = copy.deepcopy(model.module)  # the same weights; averages nothing
+    alone = copy.deepcopy(model.module)  # the same weights, without DDP
     whole = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
     own, ddp = gradient(alone, images, labels), gradient(model, images, labels)
     errors = torch.stack([(own - whole).abs().max(), (ddp - whole).abs().max()]) / whole.abs().max()

@@ -34,7 +34,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: see join
+import torch.distributed.nn  # unused, but keep it: step 6 needs it
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -49,11 +49,11 @@ SEED = 0
 def main():
     args = parse_args()
     # Step 1: start. New in 02: torchrun starts this file N times, and tells each process by
-    # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
+    # environment variables who it is. LOCAL_RANK, its number on this machine, is its GPU's, too.
     # Step 2: meet. New in 02: in a store, a dictionary that torchrun serves, the ranks leave their
     # addresses. After a restart, those of the dead are still there. So put the attempt before each
     # key. (Without restarts, join(local_rank) is enough.)
-    store, rank, world_size = next(dist.rendezvous("env://"))  # it yields once
+    store, rank, world_size = next(dist.rendezvous("env://"))  # what torchrun has told
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
     train(device, args)  # steps 3, 4 and 5
@@ -68,11 +68,11 @@ def train(device, args):
     # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
-    share = min(args.batch_size, len(train_set)) // world_size  # (at most the whole set)
-    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see there
+    share = min(args.batch_size, len(train_set)) // world_size
+    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
-    # Step 4: build the model, and wrap it. New in 02: between, go on from the snapshot. All ranks
+    # Step 4: build the model, and wrap it. New in 02: before, resume the snapshot. All ranks
     # read it: DDP copies rank 0's weights to the others, but not the state of the optimizer.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
@@ -94,7 +94,7 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # all that changes (a schedule, too), as tensors and plain numbers
+        if due and rank == 0:  # save all that changes (a schedule, too), as tensors, numbers
             save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                   "next_epoch": epoch + 1}, args.snapshot_path)
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
@@ -126,9 +126,9 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's forward copies buffers, and would hang if one rank has a batch more.
+    # model.module: DDP's own forward may wait for all ranks, and one may have a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank (Net has none)
+    for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's, which are saved
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
@@ -164,8 +164,8 @@ def resume(path, model, optimizer):
 
 
 def settle_buckets(model, images):
-    """Run DDP once, without a step: after its first backward, it sorts its buckets anew."""
-    # With three ranks or more, that changes the rounding: a resumed run would end with other bits.
+    """Run DDP once, without a step: after its first backward, it adds in another order."""
+    # With three ranks or more, the order changes the rounding: a resumed run would end otherwise.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -177,7 +177,7 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])
+    digests = gathered(sha256.hexdigest()[:12])  # from all ranks
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
     return digests[0]

@@ -38,7 +38,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: see join
+import torch.distributed.nn  # unused, but keep it: step 6 needs it
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -87,8 +87,8 @@ def train(device, args):
     if len({its[1:] for its in everywhere}) > 1:
         sys.exit(f"the machines have different data: {everywhere}")
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
-    share = min(args.batch_size, len(train_set)) // world_size  # (at most the whole set)
-    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see there
+    share = min(args.batch_size, len(train_set)) // world_size
+    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
     # Step 4: build the model, go on from the snapshot, and wrap it.
@@ -144,9 +144,9 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's forward copies buffers, and would hang if one rank has a batch more.
+    # model.module: DDP's own forward may wait for all ranks, and one may have a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
-    for buffer in model.module.buffers():  # BatchNorm's differ by rank (Net has none)
+    for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's, which are saved
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
@@ -201,8 +201,8 @@ def take_newest(path):
 
 
 def settle_buckets(model, images):
-    """Run DDP once, without a step: after its first backward, it sorts its buckets anew."""
-    # With three ranks or more, that changes the rounding: a resumed run would end with other bits.
+    """Run DDP once, without a step: after its first backward, it adds in another order."""
+    # With three ranks or more, the order changes the rounding: a resumed run would end otherwise.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -214,7 +214,7 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])
+    digests = gathered(sha256.hexdigest()[:12])  # from all ranks
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
     return digests[0]

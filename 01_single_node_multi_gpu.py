@@ -29,7 +29,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: step 6 needs it
+import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -49,9 +49,9 @@ def main():
 
 
 def worker(rank, world_size, meeting_point, args):
-    # Step 1: start. Each process takes a GPU of its own.
+    # Step 1: start (in join, below the divider). Each process takes a GPU of its own.
     # Step 2: meet, through a file. Each process waits here for all others. Then they are connected.
-    device = join(rank, init_method=meeting_point, rank=rank, world_size=world_size)  # see below
+    device = join(rank, init_method=meeting_point, rank=rank, world_size=world_size)
     train(device, args)  # steps 3, 4 and 5
     # Step 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
@@ -74,7 +74,7 @@ def train(device, args):
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
-    model = DDP(model, gradient_as_bucket_view=True)  # no second copy of the gradients
+    model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     compare_gradients(model, loader, device)
 
     # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.

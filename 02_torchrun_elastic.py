@@ -17,8 +17,8 @@ snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at
 
 Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
-Beside save, resume and settle_buckets, what is new here is marked "New in 02". For a job, begin in
-template/. Next: 04_collectives.py (03 is for several machines).
+New here: torchrun (main), a snapshot (save, resume), equal bits (settle_buckets). For a job, begin
+in template/. Next: 04_collectives.py (03 is for several machines).
 """
 
 import argparse
@@ -34,7 +34,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: step 6 needs it
+import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -50,10 +50,10 @@ def main():
     args = parse_args()
     # Step 1: start. New in 02: torchrun starts this file N times, and tells each process by
     # environment variables who it is. LOCAL_RANK, its number on this machine, is its GPU's, too.
-    # Step 2: meet. New in 02: in a store, a dictionary that torchrun serves, the ranks leave their
-    # addresses. After a restart, those of the dead are still there. So put the attempt before each
-    # key. (Without restarts, join(local_rank) is enough.)
-    store, rank, world_size = next(dist.rendezvous("env://"))  # what torchrun has told
+    # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
+    # init_process_group finds it by itself. New in 02: after a restart, it still holds the
+    # addresses of the dead. So find it here, and put the attempt before each key.
+    store, rank, world_size = next(dist.rendezvous("env://"))  # next: of an iterator
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
     train(device, args)  # steps 3, 4 and 5
@@ -72,7 +72,7 @@ def train(device, args):
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
-    # Step 4: build the model, and wrap it. New in 02: before, resume the snapshot. All ranks
+    # Step 4: build the model, and wrap it. New in 02: first load the snapshot. All ranks
     # read it: DDP copies rank 0's weights to the others, but not the state of the optimizer.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
@@ -80,7 +80,7 @@ def train(device, args):
     first_epoch = resume(args.snapshot_path, model, optimizer)
     if first_epoch > 1:
         log(f"attempt {attempt}: resumed from {args.snapshot_path} at epoch {first_epoch}")
-    model = DDP(model, gradient_as_bucket_view=True)  # no second copy of the gradients
+    model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     settle_buckets(model, next(iter(loader))[0].to(device))
 
     # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
@@ -94,7 +94,7 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # save all that changes (a schedule, too), as tensors, numbers
+        if due and rank == 0:  # save all that changes (a schedule, too), as tensors and numbers
             save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
                   "next_epoch": epoch + 1}, args.snapshot_path)
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
@@ -165,7 +165,7 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """Run DDP once, without a step: after its first backward, it adds in another order."""
-    # With three ranks or more, the order changes the rounding: a resumed run would end otherwise.
+    # With three ranks or more, the order changes the rounding, and so how a resumed run ends.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

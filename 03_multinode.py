@@ -38,7 +38,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: step 6 needs it
+import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -98,7 +98,7 @@ def train(device, args):
     first_epoch = resume(args.snapshot_path, model, optimizer)
     if first_epoch > 1:
         log(f"resumed from {args.snapshot_path} at epoch {first_epoch}")
-    model = DDP(model, gradient_as_bucket_view=True)  # no second copy of the gradients
+    model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     settle_buckets(model, next(iter(loader))[0].to(device))
 
     # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
@@ -202,7 +202,7 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """Run DDP once, without a step: after its first backward, it adds in another order."""
-    # With three ranks or more, the order changes the rounding: a resumed run would end otherwise.
+    # With three ranks or more, the order changes the rounding, and so how a resumed run ends.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

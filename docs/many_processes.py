@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: imported later, it would disturb step 6
+import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -15,7 +15,7 @@ def main():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Step 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
     backend = dist.get_default_backend_for_device(device)  # what sends tensors: "nccl", "gloo"
-    if backend == "gloo":  # the one for CPUs (and Macs, whose GPU has none)
+    if backend == "gloo":  # the one for CPUs (a Mac's GPU has no backend)
         device = torch.device("cpu")
     else:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

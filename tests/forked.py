@@ -35,8 +35,7 @@ asking = threading.Lock()
 # All that the scripts and the tests' own modules import: else each process imports it anew.
 forkserver.set_forkserver_preload([
     "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
-    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "digits",
-])  # fmt: skip
+    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "digits"])
 
 
 def fork(script, *arguments, cwd, timeout=LIMIT / 2, before=None, env=None, environments=None):

@@ -37,8 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TURNED = {
     ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.In: ast.NotIn, ast.Is: ast.IsNot,
     ast.Add: ast.Sub, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
-    ast.BitOr: ast.BitAnd, ast.Or: ast.And,
-}  # fmt: skip
+    ast.BitOr: ast.BitAnd, ast.Or: ast.And}
 TURNED |= {new: old for old, new in TURNED.items() if new is not ast.Mult}
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.If)
 

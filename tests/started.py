@@ -29,6 +29,11 @@ class Result:
     status: int  # of the command; of the first process that failed, where there are ranks
     attempts: int = 1
 
+    def ok(self):
+        """Itself; fails if the run did not end well."""
+        assert self.status == 0, self.output
+        return self
+
     def lines(self, rank=None):
         """The lines of the script, without "[rank r/W] "; those of one rank if it is given."""
         found = re.findall(r"^\[rank (\d+)/\d+\] (.*)$", self.output, re.MULTILINE)
@@ -54,11 +59,18 @@ class Result:
 
 def run(*command, cwd, timeout=120, env=None, patience=10):
     """Run a command to its end; nothing that it started may be left behind."""
-    process = start(*command, cwd=cwd, env=env)
-    try:
+    with running(*command, cwd=cwd, env=env) as process:
         output, _ = process.communicate(timeout=timeout)
         assert_nothing_left(process, patience)
         return Result(output, process.returncode)
+
+
+@contextlib.contextmanager
+def running(*command, cwd, env=None):
+    """start() a command; when the "with" is left, kill what is left of it."""
+    process = start(*command, cwd=cwd, env=env)
+    try:
+        yield process
     finally:
         end(process)
 

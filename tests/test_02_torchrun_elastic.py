@@ -34,8 +34,7 @@ def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, mnist_dir, wo
     """It costs the epochs since the last snapshot. One restart is enough: no rank looks for those
     of the attempt before."""
     arguments, job = (4, 2, "--data-dir", mnist_dir), {"world_size": world_size}
-    whole = train(tmp_path / "whole", *arguments, **job)
-    assert whole.status == 0, whole.output
+    whole = train(tmp_path / "whole", *arguments, **job).ok()
     killed = train(tmp_path / "killed", *arguments, "--crash-epoch", 4, max_restarts=1,
                    before=come_late, **job)
     assert killed.status == 0 and killed.attempts == 2, killed.output

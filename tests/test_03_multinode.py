@@ -46,8 +46,7 @@ def assert_ends_as(whole, result, *folders):
 
 def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir, whole):
     """With one disk for both."""
-    result = train(tmp_path / "run", 3, 2, "--data-dir", mnist_dir)
-    assert result.status == 0, result.output
+    result = train(tmp_path / "run", 3, 2, "--data-dir", mnist_dir).ok()
     rows = [line.split() for line in result.lines(0)[1:5]]
     assert [" ".join(row[:5]) for row in rows] == [
         "node1 0 0 0 cpu", "node1 0 1 1 cpu", "node2 1 2 0 cpu", "node2 1 3 1 cpu"]
@@ -69,8 +68,7 @@ def on_disks(folder, *snapshots):
 
 def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, mnist_dir, whole):
     disks = on_disks(tmp_path, whole[1][0], whole[1][1])
-    result = apart(tmp_path, 3, "--data-dir", mnist_dir)
-    assert result.status == 0, result.output
+    result = apart(tmp_path, 3, "--data-dir", mnist_dir).ok()
     assert "resumed from snapshot.pt at epoch 3" in result.lines(0)
     assert list(result.epochs()) == [3]
     assert_ends_as(whole, result, *disks)

@@ -95,8 +95,7 @@ BROKEN = [  # (the replacement, the section, what its check says)
     (NOTHING, "barrier", "this rank went on before the last one had come"),
     (NOTHING, "monitored_barrier", "monitored_barrier did not name rank 2: no error"),
     (NOTHING, "objects", "other objects arrived than were sent"),
-    (HALF, "ddp", "the gradients by hand are not those of DDP"),
-]
+    (HALF, "ddp", "the gradients by hand are not those of DDP")]
 
 
 def a_section_fails_when_broken(names, rank, world_size):
@@ -145,8 +144,7 @@ def functions_to_copy(names, rank, world_size):
 
 @pytest.mark.parametrize("check", [a_section_fails_when_broken, functions_to_copy])
 def test_the_functions(tmp_path, check):
-    result = fork_workers(__file__, tmp_path, 3, check=check.__name__)
-    assert result.status == 0, result.output
+    fork_workers(__file__, tmp_path, 3, check=check.__name__).ok()
 
 
 def fail_on_rank_1():
@@ -170,8 +168,7 @@ def test_an_error_ends_the_job(tmp_path):
 @pytest.mark.parametrize(("launch", "words", "message"), [
     (fork, [], "start it with: torchrun --standalone --nproc-per-node=4 04_collectives.py\n"),
     (partial(fork_ranks, world_size=1), [], "start it with: torchrun --standalone "),
-    (fork_ranks, ["--only", "nonsense"], "argument --only: invalid choice: 'nonsense'"),
-])
+    (fork_ranks, ["--only", "nonsense"], "argument --only: invalid choice: 'nonsense'")])
 def test_wrong_calls(tmp_path, launch, words, message):
     result = launch(SCRIPT, *words, cwd=tmp_path)
     assert result.status == 2 and f"error: {message}" in result.output, result.output

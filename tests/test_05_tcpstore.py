@@ -10,7 +10,7 @@ import pytest
 import shown
 import torch.distributed as dist
 from forked import fork, variant
-from started import PYTHON, ROOT, assert_nothing_left, end, listening, read_until, run, start
+from started import PYTHON, ROOT, assert_nothing_left, listening, read_until, run, running
 
 SCRIPT = "05_tcpstore.py"
 FORKS = {'get_context("spawn")': 'get_context("fork")'}  # which is fast
@@ -92,16 +92,14 @@ CASES = {
     '"process_groups", 0, {}': "0, expected 1",
     '"prefix_store", 0, {"get": [b"40", b"40"]}': "(b'40', b'40', b'7'), expected (b'7', b'4",
     '"server_ends_first", 1, {"get": [b"1", b"2", b"3"]}': "[b'2', b'3'], expected ['DistNetwork",
-    '"find_each_other", 0, {}': "0, expected 1",
-}
+    '"find_each_other", 0, {}': "0, expected 1"}
 
 
 def test_a_lesson_fails_if_the_store_answers_wrongly(tmp_path):
     cases = "".join(f"    ({case}),\n" for case in CASES)
     script = variant(tmp_path, SCRIPT, {
         "\nif __name__": f"{WRONG}\nCASES = [\n{cases}]\nif __name__", **FORKS})
-    result = fork(script, cwd=tmp_path)
-    assert result.status == 0, result.output
+    result = fork(script, cwd=tmp_path).ok()
     for n, message in enumerate(CASES.values()):
         assert f"\n{n}: got {message}" in f"\n{result.output}", result.output
     assert "\nlo is Gloo's interface\n" in result.output
@@ -131,8 +129,7 @@ def test_it_starts_its_own_processes(tmp_path, forks):
 @pytest.mark.long
 def test_two_terminals(tmp_path):
     """The server listens on loopback only."""
-    server = start(PYTHON, ROOT / SCRIPT, "--role", "server", cwd=tmp_path)
-    try:
+    with running(PYTHON, ROOT / SCRIPT, "--role", "server", cwd=tmp_path) as server:
         output = read_until(server, "waits for 1 of")
         command = re.search(r"python (\S+ --role client --port (\d+))\n", output)
         assert listening(server.pid) == [("127.0.0.1", int(command[2]))]
@@ -142,5 +139,3 @@ def test_two_terminals(tmp_path):
         assert "11 lessons, all checks passed on 2 processes" in output
         assert "[rank 1/2] did " in client.output
         assert_nothing_left(server)
-    finally:
-        end(server)

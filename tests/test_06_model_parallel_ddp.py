@@ -123,8 +123,7 @@ ALONE, PAIR = partial(fork_ranks, world_size=1), fork_ranks
     (ALONE, "0 --mode devices", 2, "must be 1 or more"),
     (PAIR, "--microbatches 1", 2, "2 stages need 2 micro-batches"),
     (partial(ALONE, before=partial(pretend_gpus, 0)), "--mode devices", 1, "process needs a GPU"),
-    (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices"),
-])
+    (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices")])
 def test_bad_calls_end_in_one_line(tmp_path, launch, call, status, message):
     result = launch(SCRIPT, *call.split(), cwd=tmp_path)
     assert result.status == status and re.search(message, result.output), result.output

@@ -17,7 +17,7 @@ import pytest
 import torch
 from forked import fork_ranks, variant
 from mistakes.check_training import BASE, LOSS, MISTAKES, RANK_0, RIGHT, after, before
-from started import ACTIVE, PYTHON, ROOT, TORCHRUN, end, read_until, run, start
+from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 CHECK, LONG = ROOT / "launch/check_training.py", pytest.mark.long
 
@@ -41,11 +41,11 @@ def record(folder, broken=False):
 
 
 def watched(tmp_path, changes, broken=False, **options):
-    """Run a variant of the script with the recorder. Return (the folder of records, result)."""
+    """Run a variant of the script with the recorder, which ends well; return (records, result)."""
     script, folder = variant(tmp_path, BASE, changes), tmp_path / "records"
     folder.mkdir()
     return folder, fork_ranks(script, cwd=tmp_path, before=functools.partial(
-        record, str(folder), broken), **options)
+        record, str(folder), broken), **options).ok()
 
 
 def said(module, folder, without=None):
@@ -65,8 +65,7 @@ def said(module, folder, without=None):
 def test_a_mistake_is_named(module, tmp_path, name):
     """With the line of the script; and by its rule alone."""
     changes, rule, pattern, named, _ = MISTAKES[name]
-    folder, result = watched(tmp_path, changes)
-    assert result.status == 0, result.output
+    folder, _ = watched(tmp_path, changes)
     text, failures = said(module, folder)
     assert re.search(pattern, text) and not failures, (text, failures)
     if named:
@@ -77,12 +76,11 @@ def test_a_mistake_is_named(module, tmp_path, name):
     assert not re.search(pattern, said(module, folder, without=rule)[0])  # no other rule says it
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("as it is", ("two "
-    "optimizers"))
-                                               else LONG) for name in RIGHT])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in ("as it is", "two optimizers") else LONG)
+    for name in RIGHT])
 def test_a_right_script_is_not_accused(module, tmp_path, name):
-    folder, result = watched(tmp_path, RIGHT[name])
-    assert result.status == 0, result.output
+    folder, _ = watched(tmp_path, RIGHT[name])
     assert said(module, folder, without="times") == ("", [])
 
 
@@ -117,11 +115,10 @@ def test_no_gpu_is_waited_for_after_the_first_steps(module, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "error"), [
-    ([], "the command is missing"), (["--seconds", "0", "--", "true"], ("--seconds and --stall "
-        "must")),
+    ([], "the command is missing"),
+    (["--seconds", "0", "--", "true"], "--seconds and --stall must"),
     (["--json", "no/such/file", "--", "true"], "cannot write no/such/file"),
-    (["--", "no_such_command"], "cannot start the command"),
-])  # fmt: skip
+    (["--", "no_such_command"], "cannot start the command")])
 def test_wrong_calls(tmp_path, options, error):
     result = run(PYTHON, CHECK, *options, cwd=tmp_path, env=ACTIVE)
     assert result.status == 2 and result.error().startswith(error), result.output
@@ -137,9 +134,9 @@ def test_the_command_with_a_slow_rank(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("print('mine, too')\n")
     (tmp_path / "job.sh").write_text(f"{' '.join(map(str, TWO))} many_processes.py\n")
-    result = run(PYTHON, CHECK, "--picture", "steps.svg", "--json", "found.json", "--", "sh",
-        "job.sh",
-                 cwd=tmp_path, env={**ACTIVE, "PYTHONPATH": str(tmp_path / "site")})
+    options = "--picture", "steps.svg", "--json", "found.json"
+    result = run(PYTHON, CHECK, *options, "--", "sh", "job.sh", cwd=tmp_path,
+                 env={**ACTIVE, "PYTHONPATH": str(tmp_path / "site")})
     assert result.status == 1, result.output
     assert "epoch 4: loss 0.0153" in result.output and "mine, too" in result.output
     assert "\nfound: rank 0 waits for rank 1 in " in result.output
@@ -157,8 +154,7 @@ def test_the_command_with_a_slow_rank(tmp_path):
     ([PYTHON, "-I"], None, 1, "no process of the command was seen to train: python -I"),
     (TWO, before(RANK_0, "if dist.get_rank() == 0: dist.all_gather_object([None] * 2, 1)"), 1,
      r"found: it stands still for 4 s: rank 0 in all_gather_object at many_processes.py:\d+; "),
-    (TWO, after(LOSS, "raise ValueError('no loss')"), 1, "(?s)fails, with status 1.*no loss"),
-])  # fmt: skip
+    (TWO, after(LOSS, "raise ValueError('no loss')"), 1, "(?s)fails, with status 1.*no loss")])
 def test_the_command(tmp_path, command, changes, status, text):
     variant(tmp_path, BASE, changes or {})
     script = ["-c", "print(1)"] if changes is None else ["many_processes.py"]
@@ -169,13 +165,10 @@ def test_the_command(tmp_path, command, changes, status, text):
 @LONG
 def test_ctrl_c_ends_all_processes(tmp_path):
     variant(tmp_path, BASE, {"range(5)": "range(10**9)"})
-    process = start(PYTHON, CHECK, "--", *TWO, "many_processes.py", cwd=tmp_path, env={
-        **ACTIVE, "TMPDIR": str(tmp_path)})
-    try:
+    with running(PYTHON, CHECK, "--", *TWO, "many_processes.py", cwd=tmp_path,
+                 env={**ACTIVE, "TMPDIR": str(tmp_path)}) as process:
         read_until(process, "epoch 3")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 130, output
         assert not [name for name in os.listdir(tmp_path) if name.startswith("check")]
-    finally:
-        end(process)

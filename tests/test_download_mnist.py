@@ -77,8 +77,7 @@ def assert_whole(root, idx_files):
 
 def test_fetches_the_set_and_leaves_it_alone_afterwards(download, mirrors, tmp_path, idx_files):
     mirror = mirrors()
-    result = download("--mirror", mirror.url + "/")  # with or without the slash
-    assert result.status == 0, result.output
+    result = download("--mirror", mirror.url + "/").ok()  # with or without the slash
     assert_whole(tmp_path / "data", idx_files)
     result = download("--mirror", mirrors(not_found).url)
     assert result.status == 0 and "nothing to do" in result.output
@@ -98,8 +97,7 @@ def test_a_broken_mirror_is_passed_over(download, mirrors, tmp_path, idx_files, 
     assert result.status == 1
     assert "no mirror" in result.error() and "also run without MNIST" in result.error()
     assert not (tmp_path / "data" / "MNIST").exists()
-    result = download("--mirror", broken.url, "--mirror", sound.url)
-    assert result.status == 0, result.output
+    result = download("--mirror", broken.url, "--mirror", sound.url).ok()
     assert_whole(tmp_path / "data", idx_files)
     assert result.output.count("failed:") == 4 and len(set(sound.requests)) == 4
 
@@ -155,8 +153,7 @@ def test_killed_half_way_then_two_at_once(expected, download, mirrors, tmp_path,
     ("--mirror http://127.0.0.1:9", (), 1, "check the network"),  # nobody listens there
     ("--data-dir /proc/data", (), 1, "cannot write.*--data-dir"),
     ("--mirror MIRROR", (limit_file_size,), 1, "cannot write to data: .Errno 27. File too large"),
-    ("--mirrors", (), 2, "--mirror"),
-])
+    ("--mirrors", (), 2, "--mirror")])
 def test_what_cannot_work_ends_in_one_line(
         download, mirrors, tmp_path, call, before, status, message):
     result = download(*call.replace("MIRROR", mirrors().url).split(), before=before)

@@ -13,7 +13,7 @@ import sys
 import pytest
 import shown
 from forked import forkserver  # has torch loaded
-from started import PYTHON, ROOT, assert_nothing_left, end, read_until, run, start
+from started import PYTHON, ROOT, assert_nothing_left, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import checker
@@ -74,8 +74,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path, request):
 @pytest.mark.long
 def test_all_in_their_order(tmp_path):
     """On 2 ranks, too. It goes on at the first not solved; what changed is checked again."""
-    result = run(PYTHON, ROOT / "exercises/all.py", "--solution", cwd=tmp_path, timeout=900)
-    assert result.status == 0, result.output
+    result = run(PYTHON, ROOT / "exercises/all.py", "--solution", cwd=tmp_path, timeout=900).ok()
     assert re.findall(r"^== (\w+)\.py$", result.output, re.MULTILINE) == NAMES
     assert result.output.endswith(f"{len(NAMES)} of {len(NAMES)} solved\n")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
@@ -105,16 +104,13 @@ def test_checks_again_when_the_file_is_saved_and_ends_by_ctrl_c(tmp_path):
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
     first = tmp_path / f"exercises/{NAMES[0]}.py"
     write_into(first, emptied(NAMES[0]))
-    process = start(PYTHON, "exercises/all.py", "--watch", cwd=tmp_path)
-    try:
+    with running(PYTHON, "exercises/all.py", "--watch", cwd=tmp_path) as process:
         read_until(process, "^-- checked again when you save")
         write_into(first, (ROOT / f"exercises/solutions/{NAMES[0]}.py").read_text())
         output = read_until(process, f"^== {NAMES[1]}")
         process.send_signal(signal.SIGINT)
         output += process.communicate(timeout=30)[0]
         assert process.returncode == 130 and "Traceback" not in output, output
-    finally:
-        end(process)
 
 
 @pytest.mark.long
@@ -131,13 +127,10 @@ def test_what_is_saved_during_the_check_is_not_what_was_checked(beginner, tmp_pa
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_no_rank_outlives_the_command(number, beginner, tmp_path):
     beginner("print('begun', flush=True); import os, time; os.fork(); time.sleep(99)")
-    process = start(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path)
-    try:
+    with running(PYTHON, "exercises/03_average_gradients.py", cwd=tmp_path) as process:
         read_until(process, "begun")
         process.send_signal(number)
         assert_nothing_left(process)
-    finally:
-        end(process)
 
 
 @pytest.mark.long
@@ -157,8 +150,7 @@ def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_pat
      "rank 0 waits in line 2: .*\n.*rank 1 computes in line 3: while.*\n.*no other rank"),
     ("dist.recv(torch.zeros(1), 1 - dist.get_rank())", "rank 1 waits in line 2: .*\n.*each waits"),
     ("raise SystemExit(3)", r"line 2, in average_gradients: .*\n.*SystemExit: 3"),
-    ("x = = 1", r"wrong.py, line 2: x = = 1\n +SyntaxError: invalid syntax"),
-])
+    ("x = = 1", r"wrong.py, line 2: x = = 1\n +SyntaxError: invalid syntax")])
 def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     monkeypatch.setattr(checker, "LIMIT", 3)
     (tmp_path / "wrong.py").write_text(f"def average_gradients(model):\n    {code}")

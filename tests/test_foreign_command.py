@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from started import PYTHON, ROOT, end, read_until, start, wait_until
+from started import PYTHON, ROOT, read_until, running, wait_until
 
 sys.path.insert(0, str(ROOT / "launch"))
 import foreign_command
@@ -51,8 +51,7 @@ def test_all_processes_are_seen_and_ended():
 def test_signals_leave_nothing(tmp_path, number):
     """The second signal comes while the first is being obeyed."""
     words = "-c", SCRIPTS["uses.py"], ROOT / "launch", tmp_path / "mine"
-    process = start(PYTHON, *words, cwd=tmp_path)
-    try:
+    with running(PYTHON, *words, cwd=tmp_path) as process:
         (tmp_path / "mine").mkdir()
         pid, folder = read_until(process, "kt").split()
         process.send_signal(number)
@@ -60,8 +59,6 @@ def test_signals_leave_nothing(tmp_path, number):
         assert process.wait(60) in (128 + number, 143)
         assert not os.path.exists(f"/proc/{pid}") and not os.path.exists(folder)
         assert not (tmp_path / "mine").exists()
-    finally:
-        end(process)
 
 
 REPORT = SCRIPTS["report"]
@@ -70,8 +67,7 @@ REPORT = SCRIPTS["report"]
 @pytest.mark.parametrize(("printed", "error"), [
     (REPORT, "ValueError: no data (train.py:7)"),
     (REPORT[REPORT.index("E1127") :], ""),
-    ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
-])
+    ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file")])
 def test_the_error_of_the_script(printed, error):
     with foreign_command.cleaning_up():
         command = foreign_command.start(["sh", "-c", 'printf "%s" "$1" >&2', "sh", printed])

@@ -14,7 +14,7 @@ import time
 import pytest
 from conftest import VISIBLE, machine_with_gpus
 from digits import digest
-from started import PYTHON, ROOT, TORCHRUN, end, family, read_until, run, start, wait_until
+from started import PYTHON, ROOT, TORCHRUN, family, read_until, run, running, wait_until
 
 pytestmark = pytest.mark.gpu
 
@@ -50,8 +50,7 @@ def torchrun(tmp_path):
     def launch(script, *arguments, processes="gpu", restarts=0):
         command = (*TORCHRUN, "--standalone", f"--nproc-per-node={processes}",
                    f"--max-restarts={restarts}", ROOT / script, *arguments)
-        result = run(*command, cwd=tmp_path, env=SEES_GPUS, timeout=300)
-        assert result.status == 0, result.output
+        result = run(*command, cwd=tmp_path, env=SEES_GPUS, timeout=300).ok()
         return result
     return launch
 
@@ -85,13 +84,11 @@ def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path):
         return int(run(PYTHON, "-c", code, cwd=tmp_path, env=SEES_GPUS).output.split()[-1])
 
     limit = memory_in_use() + 50 * 2**20  # of what the driver itself keeps
-    process = start(*JOB, ROOT / "template/train.py", 10_000, 10_000, cwd=tmp_path, env=SEES_GPUS)
-    try:
+    with running(*JOB, ROOT / "template/train.py", 10_000, 10_000, cwd=tmp_path,
+                 env=SEES_GPUS) as process:
         read_until(process, "step +20/10000")
         process.kill()
         wait_until(lambda: not family(process), "workers live on", timeout=30)
-    finally:
-        end(process)
     wait_until(lambda: memory_in_use() < limit, "memory still in use", timeout=60, pause=1)
 
 
@@ -110,15 +107,12 @@ def test_a_model_on_two_gpus(two_gpus, torchrun, gpus):
 
 def test_a_rank_that_stops(two_gpus, tmp_path, figures):
     """What the others print, and how long it takes, is written down: it differs by version."""
-    process = start(*JOB, ROOT / MULTINODE, 1000, 1000, "--timeout", 20, cwd=tmp_path,
-                    env=SEES_GPUS)
-    try:
+    with running(*JOB, ROOT / MULTINODE, 1000, 1000, "--timeout", 20, cwd=tmp_path,
+                 env=SEES_GPUS) as process:
         output = read_until(process, "epoch +1/1000")
         os.kill(int(re.search(r"cuda:1 +(\d+)$", output, re.MULTILINE)[1]), signal.SIGSTOP)
         begin = time.monotonic()
         output, _ = process.communicate(timeout=300)
         assert process.returncode != 0 and not family(process)
-    finally:
-        end(process)
     figures["03, a rank stops: seconds to the end, timeout 20 s"] = time.monotonic() - begin
     figures["03, a rank stops: what is printed"] = output.splitlines()[:60]

@@ -108,8 +108,7 @@ def job(tmp_path_factory):
 def first_job(request, job, tmp_path_factory):
     """(the script's number, its folder, result): three epochs, saved every two and at the end."""
     folder = tmp_path_factory.mktemp(f"job{request.param}")
-    result = job(request.param, folder)
-    assert result.status == 0, result.output
+    result = job(request.param, folder).ok()
     return request.param, folder, result
 
 
@@ -234,8 +233,7 @@ def test_01_with_mp_spawn_trains_and_proves_it(tmp_path, mnist_dir):
 
 
 def test_01_with_three_ranks_and_a_batch_of_more_images_than_there_are(job, tmp_path):
-    result = job("01", tmp_path, epochs=1, world_size=3, batch_size=100)
-    assert result.status == 0, result.output
+    result = job("01", tmp_path, epochs=1, world_size=3, batch_size=100).ok()
     assert any(line.endswith("batch 3 ranks x 21 images") for line in result.lines(0))
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import shown
 import torch
-from started import ACTIVE, PYTHON, ROOT, end, family, read_until, run, start, wait_until
+from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
 KILL_TEST, LONG = ROOT / "launch/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
@@ -35,8 +35,7 @@ def kill_test(folder, *options, how="survives"):
     (["--", "no_such_command"], None, "cannot start the command"),
     (["--file", "b.txt", "--file", "state.json"], "survives", "it left no b.txt: give --file as "),
     ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It "),
-    ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights "),
-])  # fmt: skip
+    ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights ")])
 def test_wrong_calls(tmp_path, options, how, error):
     result = kill_test(tmp_path, *options, how=how)
     assert result.status == 2, result.output
@@ -50,8 +49,7 @@ def test_a_script_that_survives(tmp_path, victim):
 
     One kind for each run: where a round ends before its kill, the next draw may choose another.
     """
-    result = kill_test(tmp_path, *ONCE, "--keep", "--victims", victim)
-    assert result.status == 0, result.output
+    result = kill_test(tmp_path, *ONCE, "--keep", "--victims", victim).ok()
     went_on = 0 if victim == "worker" else 1  # nobody waits for a worker
     *_, kept = lines = result.output.splitlines()
     said = f"1 of 1 rounds ended equal, {went_on} of these went on; killed: {victim} 1"
@@ -68,8 +66,7 @@ def test_a_script_that_survives(tmp_path, victim):
     pytest.param("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s", marks=LONG),
     pytest.param("leaves", ["--victims", "launcher", "--patience", "3", "--orphans", "1"],
                  r"left behind after 3 s: \d+ \(sleep 600\)", marks=LONG),
-    ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f.]+"),
-])  # fmt: skip
+    ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f.]+")])
 def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     result = kill_test(tmp_path, *ONCE, *options, how=how)
     assert result.status == 1, result.output
@@ -117,8 +114,7 @@ def args(module, monkeypatch):
 def test_ctrl_c_ends_all_processes(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     command = [PYTHON, KILL_TEST, "--", PYTHON, "job.py", "survives"]
-    process = start(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
-    try:
+    with running(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}) as process:
         read_until(process, "undisturbed: ")
         wait_until(lambda: len(family(process)) == 4, "the launcher, its ranks and a worker")
         process.send_signal(signal.SIGINT)
@@ -127,8 +123,6 @@ def test_ctrl_c_ends_all_processes(tmp_path):
         assert process.returncode == 130 and "ended by Ctrl-C" in output, output
         assert not family(process)
         assert os.listdir(tmp_path) == ["job.py"]
-    finally:
-        end(process)
 
 
 SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "epoch": [3, (4,)]}
@@ -139,8 +133,7 @@ SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "
     ({"weight": torch.ones(1)}, "", "a.pt['weight'] is torch.float32 [1], not torch.float32 [2]"),
     ({"epoch": [3, (5,)]}, "", "a.pt['epoch'][1][0] is 5, not 4"),
     ({"epoch": [3]}, "", "a.pt['epoch'][1] is missing"),
-    ({}, "3,0.1\n", "log.csv[2] is new"),
-])
+    ({}, "3,0.1\n", "log.csv[2] is new")])
 def test_files_are_compared_by_their_content(module, args, tmp_path, change, row, difference):
     runs = []
     for name, content, more in ("undisturbed", SNAPSHOT, ""), ("round", SNAPSHOT | change, row):
@@ -161,8 +154,7 @@ def test_the_command_of_the_page(request):
     # torchrun's store, and ends after TIMEOUT, ten minutes.
     rounds = 3 if request.config.getoption("--write-transcripts") else 1
     words = shlex.split(command.replace(" -- ", f" --patience 660 --rounds {rounds} -- "))
-    result = run(*words, cwd=ROOT, env=ACTIVE, timeout=1800)
-    assert result.status == 0, result.output
+    result = run(*words, cwd=ROOT, env=ACTIVE, timeout=1800).ok()
     lines = result.output.splitlines()
     assert f"\n{rounds} of {rounds} rounds ended equal, " in result.output, result.output
     if rounds == 3:

@@ -14,8 +14,7 @@ ONE, MANY = "docs/one_process.py", "docs/many_processes.py"
 SAMPLER = {
     "DataLoader, DistributedSampler,": "DataLoader, RandomSampler,",
     "DistributedSampler(dataset)": "RandomSampler(dataset, generator=torch.Generator())",
-    "sampler.set_epoch(epoch)": "sampler.generator.manual_seed(epoch)",
-}
+    "sampler.set_epoch(epoch)": "sampler.generator.manual_seed(epoch)"}
 REDUCE = re.search(r"\n +dist\.all_reduce.*", (ROOT / MANY).read_text())[0]
 
 

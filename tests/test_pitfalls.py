@@ -47,8 +47,7 @@ SAID = {
     "unused_parameters": [rf"{UNUSED} \(parameters 2 3\)"],
     "fixed_port": ["second job, rank 0: The server socket .* EADDRINUSE, message: address alr.*"],
     "snapshot_in_place": ["symptom: .*zip archive: failed finding central directory"],
-    "snapshot_in_place --fixed": ["cured: the snapshot of epoch 1 is still there"],
-}
+    "snapshot_in_place --fixed": ["cured: the snapshot of epoch 1 is still there"]}
 
 
 def fork_the_workers():
@@ -113,8 +112,7 @@ def debug(level):
 
 @pytest.mark.parametrize(("pitfall", "level", "said"), [
     ("unused_parameters", "INFO", rf"{UNUSED} \(parameters idle.bias, idle.weight\)"),
-    ("mismatched_shapes", "DETAIL", r"symptom: all_reduce failed: Detected mismatch between.*"),
-])
+    ("mismatched_shapes", "DETAIL", r"symptom: all_reduce failed: Detected mismatch between.*")])
 def test_torch_says_more_when_asked(tmp_path, pitfall, level, said):
     assert_said(show(pitfall, tmp_path, before=functools.partial(debug, level)), [said])
 

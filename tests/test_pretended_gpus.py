@@ -95,8 +95,7 @@ def test_the_defaults_of_a_gpu_on_a_cpu(tmp_path, command):
 @pytest.mark.parametrize(("mode", "world_size", "expected"), [
     ("pipeline", 4, {"devices": range(4)}),
     # Two GPUs a process: torch 2.15's new backend would bind the group to one of them.
-    ("devices", 2, {"devices": [0, 2], "bound": False, "old": True}),
-])
+    ("devices", 2, {"devices": [0, 2], "bound": False, "old": True})])
 def test_the_devices_of_06(tmp_path, mode, world_size, expected):
     result = fork_ranks("06_model_parallel_ddp.py", "--mode", mode, cwd=tmp_path,
                         world_size=world_size, before=partial(pretend, 4))

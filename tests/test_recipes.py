@@ -53,8 +53,7 @@ def like(shown, printed, name):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES
-])
+    pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES])
 def test_prints_what_its_docstring_shows(tmp_path, name):
     if ranks(name):
         result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name))
@@ -78,9 +77,8 @@ def test_runs_on_another_number_of_ranks_and_as_on_a_gpu(tmp_path, name):
     # Machines of two ranks; meshes of 8 or 4.
     more = {"shard_inside_machines": 2, "three_dimensions": -4}.get(name, 1)
     defaults = None if name == "who_is_missing" else as_gpu.defaults  # it would name that file
-    result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + more,
-                        before=defaults)
-    assert result.status == 0, result.output
+    fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + more,
+                        before=defaults).ok()
 
 
 def test_the_table_of_the_recipes_is_what_they_show():
@@ -176,14 +174,12 @@ BROKEN = [
     ("weights_to_serve", "the averaged weights differ",
      "(model(torch.randn", "(model.module(torch.randn"),
     ("who_is_missing", "the call that rank 0 made alone is not",
-     "if dist.get_rank() == 0:\n        val", "if True:\n        val"),
-]
+     "if dist.get_rank() == 0:\n        val", "if True:\n        val")]
 
 
 @pytest.mark.parametrize(("name", "message", "old", "new"), [
     pytest.param(*row, id=f"{row[0]}-{number}", marks=[pytest.mark.long] * (row[0] not in QUICK))
-    for number, row in enumerate(BROKEN)
-])
+    for number, row in enumerate(BROKEN)])
 def test_fails_without_its_cure(tmp_path, name, message, old, new):
     script = variant(tmp_path, f"recipes/{name}.py", SMALL.get(name, {}) | {old: new})
     if ranks(name):

@@ -17,7 +17,7 @@ import shown
 import torch
 from forked import fork_ranks, variant
 from lab import Lab
-from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
+from started import ACTIVE, PYTHON, ROOT, run, running, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
 CONFIGURATION = """
@@ -47,8 +47,7 @@ FAKES = {
     "scancel": 'kill "$(cat step)"',
     "python": 'exec $PYTHON "$@"',
     "srun": 'echo "srun $* $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>calls; cp "$WRITES" train.pt;'
-            ' echo $$ >step; exec sleep 60',
-}
+            ' echo $$ >step; exec sleep 60'}
 
 
 def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", **env):
@@ -63,16 +62,13 @@ def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", *
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "1",
            "SLURM_JOB_NAME": "multinode", "SLURM_JOB_NODELIST": "node1", "WRITES": str(writes),
            "SLURM_CPUS_PER_TASK": None, "SHOWN": "PreemptTime=None", "PYTHON": "true", **env}
-    job = start("bash", ROOT / "launch/slurm.sbatch", 2, 1, cwd=folder, env=env)
-    try:
+    with running("bash", ROOT / "launch/slurm.sbatch", 2, 1, cwd=folder, env=env) as job:
         wait_until((folder / "step").exists, "srun is called")
         if tell == "the script":
             job.send_signal(signal.SIGUSR1)
         else:
             os.kill(int((folder / "step").read_text()), signal.SIGTERM)
         return job.wait(60), (folder / "calls").read_text()
-    finally:
-        end(job)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -184,8 +180,7 @@ def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
     install, commands = shown.block("torchx").split("\n", 1)
     assert install.startswith("pip install ")
     result = run("bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path},
-                 timeout=600)
-    assert result.status == 0, result.output
+                 timeout=600).ok()
     here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
     assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
     torchrun = (r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"

@@ -196,8 +196,7 @@ def test_01(tmp_path):
     for world_size in (1, 2):
         folder = tmp_path / str(world_size)
         folder.mkdir()
-        result = fork_workers(swapped(folder, ONE), cwd=folder, world_size=world_size, **args)
-        assert result.status == 0, result.output
+        fork_workers(swapped(folder, ONE), cwd=folder, world_size=world_size, **args).ok()
         assert_counted_once_and_drawn_anew(folder, 2)
         batches.append([[item for item, _ in step] for step in steps_of(folder)])
     assert len(batches[0]) == 2 * STEPS and batches[0] == batches[1]
@@ -207,8 +206,7 @@ def test_01(tmp_path):
     pytest.param(LESSONS[0], 3, ["step 7 of rank 1"], marks=pytest.mark.long),
     pytest.param(LESSONS[0], 2, ["step 6 of rank 0", "worker 3 of rank 1"], marks=pytest.mark.long),
     (LESSONS[1], 2, ["worker 4 of rank 0"]),
-    pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long),
-])  # fmt: skip
+    pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long)])
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, script, world_size, plan):
     whole = folder, _ = play(tmp_path / "whole", script, world_size)
     assert_counted_once_and_drawn_anew(folder, 2)
@@ -219,8 +217,7 @@ def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, script, world_si
 
 @pytest.mark.parametrize(("world_size", "plan"), [
     (2, ["validation 2 of rank 1"]),
-    pytest.param(3, ["worker 9 of rank 1", "step 4 of rank 2"], marks=pytest.mark.long),
-])  # fmt: skip
+    pytest.param(3, ["worker 9 of rank 1", "step 4 of rank 2"], marks=pytest.mark.long)])
 def test_the_template(tmp_path, world_size, plan):
     """As on one rank: the items of each step, and the augmentation of each. Kills change no bit."""
     whole = folder, output = play(tmp_path / "whole", TEMPLATE, world_size)

@@ -27,32 +27,13 @@ import zipfile
 import numpy
 import pytest
 import shown
+import started
 import torch
 import torch.distributed as dist
 from digits import digest, flipped_byte, load, pickle_in_an_archive, tensors
-from forked import (
-    fork,
-    fork_ranks,
-    limit_file_size,
-    own_disk,
-    play_machine,
-    report_errors,
-    variant,
-)
+from forked import fork, fork_ranks, limit_file_size, own_disk, play_machine, report_errors, variant
 from lab import Lab
-from started import (
-    ACTIVE,
-    PYTHON,
-    ROOT,
-    end,
-    family,
-    files,
-    free_port,
-    read_until,
-    run,
-    start,
-    wait_until,
-)
+from started import ACTIVE, PYTHON, ROOT, family, files, free_port, read_until, running, wait_until
 from torch import nn
 from torch.optim import optimizer
 
@@ -536,8 +517,7 @@ BATCH = "--batch-size must be from 4 (an example for each rank in each micro-bat
     ("--accumulate two", "invalid int value: 'two'", 2),
     ("--snapshot-path no/such.pt", "cannot write no/such.pt", 2),
     ("--snapshot-path lr0.1", "lr0.1 must end in .pt, and not in _best.pt", 2),
-    ("--snapshot-path run_best.pt", "must end in .pt, and not in _best.pt", 2),
-])
+    ("--snapshot-path run_best.pt", "must end in .pt, and not in _best.pt", 2)])
 def test_wrong_calls_end_in_one_line(tmp_path, words, message, status):
     ranks = 2 if status == 2 else 1  # the other rank would show how it has lost that one
     result = train(tmp_path / "run", *words.split(), status=status, world_size=ranks)
@@ -694,8 +674,7 @@ def test_a_start_a_save_and_a_step_cost_a_rank_no_more_where_there_are_more(tmp_
     (tmp_path / "count.py").write_text(COUNT)
     shutil.copy(ROOT / "template/survive.py", tmp_path)
     for doubled, world_size in enumerate((4, 8, 16)):
-        result = fork_ranks(tmp_path / "count.py", cwd=tmp_path, world_size=world_size)
-        assert result.status == 0, result.output
+        result = fork_ranks(tmp_path / "count.py", cwd=tmp_path, world_size=world_size).ok()
         for rank in range(world_size):
             *others, line = result.lines(rank)
             ours, of_gloo, files, sockets = map(int, re.findall(r"\d+", line))
@@ -719,8 +698,7 @@ def by_hand():
 
 
 def test_started_by_hand(tmp_path, by_hand):
-    result = fork(SCRIPT, 2, 1, *SMALL, cwd=tmp_path, environments=by_hand(2))
-    assert result.status == 0, result.output
+    result = fork(SCRIPT, 2, 1, *SMALL, cwd=tmp_path, environments=by_hand(2)).ok()
     assert result.lines(0)[-1].startswith("2 replicas are identical, sha256")
     assert "note: " not in result.output
 
@@ -744,15 +722,10 @@ def test_a_rank_that_stops_is_named(tmp_path, by_hand, stopped, whom):
     script = variant(tmp_path, SCRIPT, NO_WORKERS + (  # 19: SIGSTOP
         "add_up_gradients = lambda *args, old=add_up_gradients: ("
         f"    dist.get_rank() == {stopped} and os.kill(os.getpid(), 19) or old(*args))"))
-    jobs = [start(PYTHON, script, 3, 1, "--timeout", 5, cwd=tmp_path, env=env)
-            for env in by_hand(2)]  # fmt: skip
-    try:
-        output, _ = jobs[1 - stopped].communicate(timeout=90)
+    rank = functools.partial(running, PYTHON, script, 3, 1, "--timeout", 5, cwd=tmp_path)
+    with rank(env=by_hand(2)[0]) as first, rank(env=by_hand(2)[1]) as second:
+        output, _ = (second, first)[stopped].communicate(timeout=90)
         assert f"[rank {1 - stopped}/2] waited in vain for {whom}" in output, output
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
 
 
 def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
@@ -845,8 +818,7 @@ def test_the_code_of_the_page(tmp_path):
     (tmp_path / "page.py").write_text(PAGE.replace("BEST", shown.block("the best model")).replace(
         "RATE", shown.block("another learning rate")))
     disks = {"nodes": 2, "before": (play_machine, own_disk)}
-    result = fork_ranks(tmp_path / "page.py", cwd=tmp_path, **disks)
-    assert result.status == 0, result.output
+    fork_ranks(tmp_path / "page.py", cwd=tmp_path, **disks).ok()
 
 
 @pytest.mark.long
@@ -859,8 +831,7 @@ def test_the_example_killed_is_the_example_undisturbed(tmp_path):
         folder.mkdir()
         for path in AFTER, "template/survive.py":
             shutil.copy(ROOT / path, folder)
-        result = fork_ranks(folder / "after.py", cwd=folder, **options)
-        assert result.status == 0, result.output
+        result = fork_ranks(folder / "after.py", cwd=folder, **options).ok()
         runs.append([(folder / "log.csv").read_text(),
                      *(torch.load(folder / its) for its in ("snapshot.pt", "best.pt"))])
     assert resumed(result) == [30, 44]
@@ -868,8 +839,7 @@ def test_the_example_killed_is_the_example_undisturbed(tmp_path):
     assert log == its_log and log.count("\n") == 4
     pairs = [*zip(*(tensors(dict(enumerate(its))) for its in (states, its_states)), strict=True)]
     assert len(pairs) > 40 and all(torch.equal(*pair) for pair in pairs)
-    plain = fork(BEFORE, cwd=tmp_path)
-    assert plain.status == 0, plain.output
+    fork(BEFORE, cwd=tmp_path).ok()
     dice = [float(text.splitlines()[-1].split(",")[-1])
             for text in ((tmp_path / "log.csv").read_text(), log)]
     assert min(dice) > 0.7, dice
@@ -886,13 +856,12 @@ def in_a_folder(tmp_path):
     ("template: one machine", r"validation loss 2\.[0-8].*\n.* 2 replicas are identical, sha256"),
     ("template: the least", "1 of 1 rounds ended equal"), ("columns", "step 300: loss 0.0"),
     ("template: torchx",
-     r"2 replicas are identical(.|\n)*REQUEST((.|\n)*train.py 6000 1000 .* /jobs/train.pt){2}"),
-])
+     r"2 replicas are identical(.|\n)*REQUEST((.|\n)*train.py 6000 1000 .* /jobs/train.pt){2}")])
 def test_a_command_of_the_page(tmp_path, name, said):
     if name == "template: torchx":
         pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
     command = shown.block(name).replace("--rounds 2", "--rounds 1")
-    result = run("bash", "-euc", command, **in_a_folder(tmp_path))
+    result = started.run("bash", "-euc", command, **in_a_folder(tmp_path))
     assert result.status == 0 and re.search(said, result.output), result.output
 
 
@@ -950,17 +919,13 @@ print("has saved", flush=True)
     pytest.param([], "has started", signal.SIGKILL, marks=pytest.mark.long),
     (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGKILL),
     (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGTERM)])
-def test_a_rank_ends_with_its_torchrun(shell, moment, kill):
+def test_a_rank_ends_with_its_torchrun(by_hand, shell, moment, kill):
     """Also if torchrun is killed by SIGKILL, and can tell nobody; also behind a shell. A SIGTERM
     ends the shell, and with it torchrun, before the rank has saved."""
-    with free_port() as port:
-        job = start(PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template", env={
-            "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-        try:
-            output = read_until(job, moment)
-            assert ("write exec before python" in output) == bool(shell)
-            job.send_signal(kill)
-            wait_until(lambda: not family(job), "the rank ends")
-            assert ("has saved" in job.stdout.read()) == (kill == signal.SIGTERM)
-        finally:
-            end(job)
+    with running(PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template",
+                 env=by_hand(1)[0]) as job:
+        output = read_until(job, moment)
+        assert ("write exec before python" in output) == bool(shell)
+        job.send_signal(kill)
+        wait_until(lambda: not family(job), "the rank ends")
+        assert ("has saved" in job.stdout.read()) == (kill == signal.SIGTERM)

@@ -28,8 +28,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 def pytest_addoption(parser):
     parser.addoption("--rounds", type=int, default=1, help="repetitions of the launch tests")
-    parser.addoption(
-        "--write-transcripts", action="store_true", help="write docs/transcripts/ anew")
+    parser.addoption("--write-transcripts", action="store_true", help="write transcripts anew")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -64,8 +63,7 @@ def machine_with_gpus():
     """What a process that may see the GPUs says of them."""
     with tempfile.TemporaryDirectory() as folder:
         result = run(PYTHON, "-c", ASK, cwd=folder, env={"CUDA_VISIBLE_DEVICES": VISIBLE})
-    assert result.status == 0, result.output
-    return json.loads(result.output.splitlines()[-1])
+    return json.loads(result.ok().output.splitlines()[-1])
 
 
 def pytest_collection_modifyitems(config, items):

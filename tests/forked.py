@@ -77,11 +77,10 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
     """One process for each of the environments; when one fails, the others get SIGTERM."""
     script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script
     with tempfile.NamedTemporaryFile() as output:
-        processes = [
-            forkserver.Process(target=run_script, args=(
-                script, arguments, env, str(cwd), output.name, before, worker))
-            for env, worker in zip(environments, workers or [None] * len(environments), strict=True)
-        ]
+        workers = workers or [None] * len(environments)
+        processes = [forkserver.Process(target=run_script, args=(
+            script, arguments, env, str(cwd), output.name, before, worker))
+            for env, worker in zip(environments, workers, strict=True)]
         for process in processes:
             with asking:
                 process.start()
@@ -164,12 +163,6 @@ def variant(folder, script, changes):
     if str(script).startswith("template/"):  # two files that are copied together
         shutil.copy(ROOT / "template/survive.py", folder)
     return path
-
-
-def numbers(pattern, result):
-    """The groups of each line of rank 0 that matches as a whole."""
-    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
-    return [match.groups() for match in found if match]
 
 
 # ---- For before=, called in each process (pretended, machine: their helpers) ----

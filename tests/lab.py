@@ -26,8 +26,7 @@ class Lab:
         result = subprocess.run(
             [LAB, *map(str, words)], env={**os.environ, **self.env}, cwd=self.cwd,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
+            timeout=120, check=False)
         if check and result.returncode:
             raise RuntimeError(result.stdout)
         return result.stdout

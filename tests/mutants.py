@@ -13,7 +13,6 @@ Not drawn: imports, texts, and the deletion of a name's only assignment.
 
 import argparse
 import ast
-import copy
 import multiprocessing
 import os
 import pathlib
@@ -55,20 +54,16 @@ def changes(node, bound_once):
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield "turned", node, node.operand
     if isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in TURNED:
-        new = copy.copy(node)
-        new.op = TURNED[type(node.op)]()
-        yield "turned", node, new
+        yield "turned", node, type(node)(**vars(node) | {"op": TURNED[type(node.op)]()})
     if isinstance(node, ast.Compare):
         for i, op in enumerate(node.ops):
-            new = copy.copy(node)
-            new.ops = [*node.ops[:i], TURNED[type(op)](), *node.ops[i + 1 :]]
-            yield "turned", node, new
+            ops = [*node.ops[:i], TURNED[type(op)](), *node.ops[i + 1 :]]
+            yield "turned", node, ast.Compare(node.left, ops, node.comparators)
     if isinstance(node, ast.Call):
         for keyword in node.keywords:
             if keyword.arg not in ("help", "description"):
-                new = copy.copy(node)
-                new.keywords = [other for other in node.keywords if other is not keyword]
-                yield f"without {keyword.arg}=", node, new
+                others = [other for other in node.keywords if other is not keyword]
+                yield f"without {keyword.arg}=", node, ast.Call(node.func, node.args, others)
 
 
 def mutants(text):

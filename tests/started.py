@@ -39,16 +39,20 @@ class Result:
         found = re.findall(r"^\[rank (\d+)/\d+\] (.*)$", self.output, re.MULTILINE)
         return [text for r, text in found if rank is None or int(r) == rank]
 
+    def numbers(self, pattern):
+        """The groups of each line of rank 0 that matches as a whole."""
+        found = [re.fullmatch(pattern, line) for line in self.lines(0)]
+        return [match.groups() for match in found if match]
+
     def epochs(self):
         """{epoch: (loss, accuracy)} as rank 0 reported them, the last report of an epoch."""
-        pattern = r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+) \| +\d+ images/s( \||$)"
-        found = [re.match(pattern, line) for line in self.lines(0)]
-        return {int(m[1]): (float(m[2]), float(m[3])) for m in found if m}
+        found = self.numbers(r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+)"
+                             r" \| +\d+ images/s(?: \|.*)?")
+        return {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in found}
 
     def saved(self):
         """The epochs after which rank 0 reported that it had saved, in order."""
-        found = [re.match(r"epoch +(\d+)/.* \| saved in \S+$", line) for line in self.lines(0)]
-        return [int(m[1]) for m in found if m]
+        return [int(epoch) for (epoch,) in self.numbers(r"epoch +(\d+)/.* \| saved in \S+")]
 
     def error(self):
         """The one line "SCRIPT: error: ...", without what torchrun has to add; fails if not one."""

@@ -114,8 +114,7 @@ def refuse_others_than_daemons(start=BaseProcess.start):
 def test_it_starts_its_own_processes(tmp_path, forks):
     result = run(PYTHON, ROOT / SCRIPT, cwd=tmp_path) if not forks else fork(
         variant(tmp_path, SCRIPT, FORKS), cwd=tmp_path, before=refuse_others_than_daemons)
-    assert result.status == 0, result.output
-    assert not shown.missing("05_tcpstore.txt", result), result.output
+    assert not shown.missing("05_tcpstore.txt", result.ok()), result.output
     lines = result.output.splitlines()  # with torch loaded, its log is no longer kept quiet
     assert forks or all(re.match(r"\[rank \d/3\] ", line) for line in lines)
     assert {file.name for file in tmp_path.iterdir()} <= {SCRIPT}

@@ -11,7 +11,7 @@ import pytest
 import shown
 import torch
 import torch.distributed as dist
-from forked import fork, fork_ranks, numbers, pretend_gpus, report_errors, variant
+from forked import fork, fork_ranks, pretend_gpus, report_errors, variant
 from started import ROOT, files
 
 SCRIPT = "06_model_parallel_ddp.py"
@@ -25,7 +25,7 @@ def is_part(short, whole):
 
 def assert_drawn(result, *orders):
     """What each drawn stage did: the micro-batches, each once, forward 0 1 2, backward a b c."""
-    drawn = [line for (line,) in numbers(r"stage . \|(.{70})\|", result)]
+    drawn = [line for (line,) in result.numbers(r"stage . \|(.{70})\|")]
     short = [re.sub(r"(.)\1+", r"\1", line.replace(".", "")) for line in drawn]
     # On a loaded machine a short stretch can vanish between two columns, and most of a stage.
     assert all(map(is_part, short, orders)), drawn
@@ -49,13 +49,13 @@ def test_both_ways_train_alike_and_show_what_the_pages_show(tmp_path):
     assert result.output.count("made") == 13, "4 ranks train in 3 ways, and one of them once more"
     assert result.output.count("closed") == 4 and files(tmp_path) == [SCRIPT]
     assert not shown.missing("06_model_parallel_ddp.txt", result, exact="<->|MiB")
-    losses = [float(loss) for (loss,) in numbers(r"epoch \d/3 \| loss ([\d.]+)", result)]
+    losses = [float(loss) for (loss,) in result.numbers(r"epoch \d/3 \| loss ([\d.]+)")]
     assert losses[:3] * 2 == pytest.approx(losses[3:], abs=2e-3) and losses[0] > 2 * losses[2]
-    off = numbers(r".* weights off by (\S+) of their largest change", result)
+    off = result.numbers(r".* weights off by (\S+) of their largest change")
     assert len(off) == 3 and all(1e-8 < float(figure) < 1e-5 for (figure,) in off), off  # rounding
     # GPipe: all forwards, then all backwards. 1F1B: as soon as one is through, in turns.
     assert_drawn(result, "0123abcd", "0123abcd", "01a2b3cd", "0a1b2c3d")
-    assert numbers(r".* alone 20%; .* of (\d) micro-batches", result) == [("4",), ("2",)]
+    assert result.numbers(r".* alone 20%; .* of (\d) micro-batches") == [("4",), ("2",)]
 
 
 def test_the_shortest_step_is_drawn():

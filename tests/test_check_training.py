@@ -19,14 +19,10 @@ from forked import fork_ranks, variant
 from mistakes.check_training import BASE, LOSS, MISTAKES, RANK_0, RIGHT, after, before
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
+sys.path.insert(0, str(ROOT / "launch"))
+import check_training
+
 CHECK, LONG = ROOT / "launch/check_training.py", pytest.mark.long
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "launch")
-    import check_training
-    return check_training
 
 
 def record(folder, broken=False):
@@ -48,13 +44,13 @@ def watched(tmp_path, changes, broken=False, **options):
         record, str(folder), broken), **options).ok()
 
 
-def said(module, folder, without=None):
+def said(folder, without=None):
     """What is said of the records, as the command prints it. (without="times": not of the time.)"""
-    rules = [rule for rule in module.RULES if rule.__name__ != without]
-    runs, alone, failures = module.read(str(folder))
-    found = module.judge(runs, alone, rules=rules)
+    rules = [rule for rule in check_training.RULES if rule.__name__ != without]
+    runs, alone, failures = check_training.read(str(folder))
+    found = check_training.judge(runs, alone, rules=rules)
     if without != "times":
-        list(module.times(runs[-1]))
+        list(check_training.times(runs[-1]))
     found = [*found, *(each for each in runs[-1].said if each not in found)]
     return "\n".join(f"{'found' if level == 'found' else 'question'}: {what}\n  {cost}"
                      for level, what, cost, _ in found), failures
@@ -62,29 +58,29 @@ def said(module, folder, without=None):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if plain else LONG)
                                   for name, (*_, plain) in MISTAKES.items()])
-def test_a_mistake_is_named(module, tmp_path, name):
+def test_a_mistake_is_named(tmp_path, name):
     """With the line of the script; and by its rule alone."""
     changes, rule, pattern, named, _ = MISTAKES[name]
     folder, _ = watched(tmp_path, changes)
-    text, failures = said(module, folder)
+    text, failures = said(folder)
     assert re.search(pattern, text) and not failures, (text, failures)
     if named:
         lines = (tmp_path / "many_processes.py").read_text().splitlines()
         whole = text[re.search(pattern, text).start() :].partition("\n")[0]
         numbers = map(int, re.findall(r"many_processes\.py:(\d+)", whole))
         assert any(named.strip() in lines[n - 1] for n in numbers), (whole, named)
-    assert not re.search(pattern, said(module, folder, without=rule)[0])  # no other rule says it
+    assert not re.search(pattern, said(folder, without=rule)[0])  # no other rule says it
 
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in ("as it is", "two optimizers") else LONG)
     for name in RIGHT])
-def test_a_right_script_is_not_accused(module, tmp_path, name):
+def test_a_right_script_is_not_accused(tmp_path, name):
     folder, _ = watched(tmp_path, RIGHT[name])
-    assert said(module, folder, without="times") == ("", [])
+    assert said(folder, without="times") == ("", [])
 
 
-def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(module, tmp_path):
+def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     """The same losses and weights without a recorder, with it, and with one that fails."""
     outputs = []
     for how in "without", "with", "broken":
@@ -93,7 +89,7 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(module, tmp_path):
             result = fork_ranks(BASE, cwd=folder)
         else:
             records, result = watched(folder, {}, broken=how == "broken")
-            assert len(module.read(str(records))[2]) == 2 * (how == "broken")
+            assert len(check_training.read(str(records))[2]) == 2 * (how == "broken")
         outputs.append((result.status, result.output, hashlib.sha256(b"".join(
             t.numpy().tobytes() for t in torch.load(folder / "model.pt").values())).hexdigest()))
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
@@ -106,7 +102,7 @@ class Elsewhere:
     device = torch.device("xpu")
 
 
-def test_no_gpu_is_waited_for_after_the_first_steps(module, monkeypatch):
+def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
     import check_training_recorder as recorder
     monkeypatch.setattr(recorder, "torch", torch)
     monkeypatch.setattr(recorder.torch, "Tensor", Elsewhere)

@@ -63,10 +63,8 @@ def expected(archives):
 
 @pytest.fixture
 def download(expected, tmp_path):
-    def call(*arguments, before=()):
-        return fork(SCRIPT, *arguments, cwd=tmp_path, before=(expected, *before))
-
-    return call
+    return lambda *words, before=(): fork(
+        SCRIPT, *words, cwd=tmp_path, before=(expected, *before))
 
 
 def assert_whole(root, idx_files):

@@ -43,7 +43,8 @@ KILLS = [
     (TEMPLATE, 2, "writing", "SIGKILL", "rank 0", 2),
     (TEMPLATE, 2, "before the move", "SIGINT", "rank 0", 2),
     (TEMPLATE, 2, "after the move", "SIGKILL", "launcher"),
-    (TEMPLATE, 2, "the end", "SIGKILL", "rank 1")]
+    (TEMPLATE, 2, "the end", "SIGKILL", "rank 1"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,7 @@ def whole(tmp_path_factory, mnist_dir):
     @functools.cache
     def run_whole(script, world_size):
         folder = tmp_path_factory.mktemp("whole")
-        fork_ranks(script, *arguments(script, mnist_dir), cwd=folder,
-                            world_size=world_size).ok()
+        fork_ranks(script, *arguments(script, mnist_dir), cwd=folder, world_size=world_size).ok()
         return folder
 
     return run_whole

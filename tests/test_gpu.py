@@ -50,8 +50,7 @@ def torchrun(tmp_path):
     def launch(script, *arguments, processes="gpu", restarts=0):
         command = (*TORCHRUN, "--standalone", f"--nproc-per-node={processes}",
                    f"--max-restarts={restarts}", ROOT / script, *arguments)
-        result = run(*command, cwd=tmp_path, env=SEES_GPUS, timeout=300).ok()
-        return result
+        return run(*command, cwd=tmp_path, env=SEES_GPUS, timeout=300).ok()
     return launch
 
 

@@ -97,24 +97,10 @@ def test_a_verdict_is_true(tmp_path, name, options, status, said):
     assert result.status == int(status) and re.search(said, result.output), result.output
 
 
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(KILL_TEST.parent))
-    return runpy.run_path(str(KILL_TEST))
-
-
-@pytest.fixture
-def args(module, monkeypatch):
-    def parse(*words):
-        monkeypatch.setattr(sys, "argv", [str(KILL_TEST), *words])
-        return module["parse_args"]()
-    return parse
-
-
 def test_ctrl_c_ends_all_processes(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    command = [PYTHON, KILL_TEST, "--", PYTHON, "job.py", "survives"]
-    with running(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}) as process:
+    with running(PYTHON, KILL_TEST, "--", PYTHON, "job.py", "survives", cwd=tmp_path,
+                 env={"TMPDIR": str(tmp_path)}) as process:
         read_until(process, "undisturbed: ")
         wait_until(lambda: len(family(process)) == 4, "the launcher, its ranks and a worker")
         process.send_signal(signal.SIGINT)
@@ -134,15 +120,17 @@ SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "
     ({"epoch": [3, (5,)]}, "", "a.pt['epoch'][1][0] is 5, not 4"),
     ({"epoch": [3]}, "", "a.pt['epoch'][1] is missing"),
     ({}, "3,0.1\n", "log.csv[2] is new")])
-def test_files_are_compared_by_their_content(module, args, tmp_path, change, row, difference):
-    runs = []
+def test_files_are_compared_by_their_content(monkeypatch, tmp_path, change, row, difference):
+    words = ["--file", "a.pt", "--file", "log.csv", "--", "true"]
+    monkeypatch.setattr(sys, "argv", [str(KILL_TEST), *words])
+    monkeypatch.syspath_prepend(KILL_TEST.parent)
+    module, runs = runpy.run_path(str(KILL_TEST)), []
     for name, content, more in ("undisturbed", SNAPSHOT, ""), ("round", SNAPSHOT | change, row):
         (tmp_path / name / "work").mkdir(parents=True)
         torch.save(content, tmp_path / name / "work/a.pt")
         (tmp_path / name / "work/log.csv").write_text(f"epoch,loss\n3,0.1\n{more}")
         runs.append(module["Run"](str(tmp_path / name)))
-    given = args("--file", "a.pt", "--file", "log.csv", "--", "true")
-    assert module["difference"](given, *runs) == difference
+    assert module["difference"](module["parse_args"](), *runs) == difference
 
 
 @pytest.mark.long

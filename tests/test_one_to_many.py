@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from functools import partial
 
 import pytest
 import shown
@@ -22,17 +23,12 @@ REDUCE = re.search(r"\n +dist\.all_reduce.*", (ROOT / MANY).read_text())[0]
 def plain(tmp_path_factory):
     """What the loop before prints, and the weights with which it ends."""
     folder = tmp_path_factory.mktemp("plain")
-    return ended(fork(ONE, cwd=folder, before=take_one_thread), folder)
-
-
-def take_one_thread():
-    torch.set_num_threads(1)
+    return ended(fork(ONE, cwd=folder, before=partial(torch.set_num_threads, 1)), folder)
 
 
 def ended(result, folder):
     """([loss of each epoch], weights) of a run; it prints a line for each epoch, and no other."""
-    assert result.status == 0, result.output
-    lines = result.output.splitlines()
+    lines = result.ok().output.splitlines()
     found = [re.fullmatch(r"epoch (\d): loss (\d+\.\d{4})", line) for line in lines]
     assert all(found) and [int(match[1]) for match in found] == [*range(5)], result.output
     weights = torch.load(folder / "model.pt", weights_only=True)

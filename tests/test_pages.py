@@ -1,11 +1,11 @@
 """What the pages say in passing holds: variables, options, ways to meet, messages of PyTorch."""
 
-import importlib
 import json
 import mmap
 import os
 import pathlib
 import re
+import sys
 import tempfile
 
 import pytest
@@ -15,6 +15,9 @@ import torch.distributed as dist
 import torch.distributed.run
 from forked import forkserver
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, free_port, run
+
+sys.path.insert(0, str(ROOT / ".ci"))
+import one_gpu
 
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
 LIBRARIES = pathlib.Path(torch.__file__).parent / "lib"
@@ -170,14 +173,7 @@ def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
     assert checksum in (draw.LOGS / "uninterrupted.log").read_text()
 
 
-@pytest.fixture
-def one_gpu(monkeypatch):
-    """The program behind .ci/gpu."""
-    monkeypatch.syspath_prepend(ROOT / ".ci")
-    return importlib.import_module("one_gpu")
-
-
-def test_the_page_shows_what_one_gpu_has_shown(one_gpu):
+def test_the_page_shows_what_one_gpu_has_shown():
     kept = one_gpu.KEPT
     report = json.loads(kept.read_text()) if kept.exists() else {"checks": {}}
     shown = one_gpu.BLOCK.search(one_gpu.PAGE.read_text())[0]
@@ -185,7 +181,7 @@ def test_the_page_shows_what_one_gpu_has_shown(one_gpu):
 
 
 @pytest.mark.long
-def test_all_that_one_gpu_can_show_starts_without_one(tmp_path, one_gpu):
+def test_all_that_one_gpu_can_show_starts_without_one(tmp_path):
     """On a CPU, each check runs to its end, or says that it needs a GPU."""
     result = run(ROOT / ".ci/gpu", tmp_path, "--pretend", "--seconds", 1500, cwd=tmp_path,
                  env=ACTIVE, timeout=1600).ok()

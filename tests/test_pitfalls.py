@@ -47,7 +47,8 @@ SAID = {
     "unused_parameters": [rf"{UNUSED} \(parameters 2 3\)"],
     "fixed_port": ["second job, rank 0: The server socket .* EADDRINUSE, message: address alr.*"],
     "snapshot_in_place": ["symptom: .*zip archive: failed finding central directory"],
-    "snapshot_in_place --fixed": ["cured: the snapshot of epoch 1 is still there"]}
+    "snapshot_in_place --fixed": ["cured: the snapshot of epoch 1 is still there"],
+}
 
 
 def fork_the_workers():

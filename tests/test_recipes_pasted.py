@@ -15,7 +15,7 @@ import textwrap
 
 import as_gpu
 import pytest
-from forked import fork_ranks
+from forked import fork_ranks, variant
 from started import ROOT
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
@@ -48,23 +48,19 @@ def pasted(name):
     return f"{plain}{script}\nprint('done on rank', rank, flush=True)\n"
 
 
-@pytest.mark.parametrize(("name", "sizes"), [
-    pytest.param(name, sizes, id=f"{name}-{sizes}",
-                 marks=[pytest.mark.long] * (are_long or name in SLOW))
-    for name in RECIPES for are_long, sizes in enumerate(SIZES.get(name, [(2,), (3,)]))])
-def test_the_answer_pasted_into_a_plain_script(tmp_path, name, sizes):
+@pytest.mark.parametrize(("name", "sizes", "before"), [
+    *(pytest.param(name, sizes, None, id=f"{name}-{sizes}",
+                   marks=[pytest.mark.long] * (are_long or name in SLOW))
+      for name in RECIPES for are_long, sizes in enumerate(SIZES.get(name, [(2,), (3,)]))),
+    *(pytest.param(name, SIZES.get(name, [(2,)])[0], AS_GPU, id=f"{name}-gpu",
+                   marks=pytest.mark.long) for name in sorted(RECIPES.keys() - FOR_CPUS))])
+def test_the_answer_pasted_into_a_plain_script(tmp_path, name, sizes, before):
+    """Also with the defaults of a GPU."""
     (tmp_path / "plain.py").write_text(pasted(name))
     for world_size in sizes:
-        result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, world_size=world_size).ok()
+        result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, world_size=world_size,
+                            before=before).ok()
         assert result.output.count("done on rank") == world_size
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(RECIPES.keys() - FOR_CPUS))
-def test_the_answer_with_the_defaults_of_a_gpu(tmp_path, name):
-    (tmp_path / "plain.py").write_text(pasted(name))
-    [size] = SIZES.get(name, [(2,)])[0]
-    fork_ranks(tmp_path / "plain.py", cwd=tmp_path, world_size=size, before=AS_GPU).ok()
 
 
 @pytest.mark.long
@@ -78,20 +74,19 @@ def test_the_answer_with_the_defaults_of_a_gpu(tmp_path, name):
     ("unequal_micro_batches", "dist.all_reduce(tokens)", "dist.all_reduce(inputs.t())",
      "Tensors must be contiguous")])
 def test_what_a_gpu_refuses_is_refused(tmp_path, name, old, new, message):
-    script = pasted(name)
-    assert script.count(old) == 1
-    (tmp_path / "plain.py").write_text(script.replace(old, new))
-    result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path, before=AS_GPU)
+    (tmp_path / "plain.py").write_text(pasted(name))
+    script = variant(tmp_path, tmp_path / "plain.py", {old: new})
+    result = fork_ranks(script, cwd=tmp_path, before=AS_GPU)
     assert result.status == 1 and message in result.output, result.output
 
 
 def test_an_error_of_your_own_does_not_loop(tmp_path):
     """The answer of go_on_without meets again and again, unless it sees that nobody is missing."""
-    script, loss = pasted("go_on_without"), "mse_loss(model(all_inputs[own])"
-    assert script.count(loss) == 1
-    (tmp_path / "plain.py").write_text(script.replace(
-        loss, 'assert meeting < 3, "it loops"\n        mse_loss(model(all_inputs[own, :4])'))
-    result = fork_ranks(tmp_path / "plain.py", cwd=tmp_path)
+    (tmp_path / "plain.py").write_text(pasted("go_on_without"))
+    script = variant(tmp_path, tmp_path / "plain.py", {
+        "mse_loss(model(all_inputs[own])":
+            'assert meeting < 3, "it loops"\n        mse_loss(model(all_inputs[own, :4])'})
+    result = fork_ranks(script, cwd=tmp_path)
     assert result.status == 1 and "it loops" not in result.output, result.output
     assert "mat1 and mat2 shapes cannot be multiplied" in result.output
 

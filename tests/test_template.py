@@ -81,16 +81,14 @@ def alone(tmp_path):
 def reports(result):
     """{step: (loss, learning rate, norm)} as rank 0 reported them, the last report of a step."""
     pattern = r"step +(\d+)/\d+ \| loss (\S+) \| rate (\S+) \| norm +(\S+) \| +\d+ examples/s"
-    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
-    return {int(m[1]): (float(m[2]), float(m[3]), float(m[4])) for m in found if m}
+    return {int(step): (*map(float, said),) for step, *said in result.numbers(pattern)}
 
 
 def validations(result):
     """{step: (training loss, validation loss)}, the last ones of a step."""
     pattern = (r"step +(\d+)/\d+ \| training loss (\S+) \| validation loss (\S+) \| best after step"
                r" \d+")
-    found = [re.fullmatch(pattern, line) for line in result.lines(0)]
-    return {int(m[1]): (float(m[2]), float(m[3])) for m in found if m}
+    return {int(step): (*map(float, said),) for step, *said in result.numbers(pattern)}
 
 
 def resumed(result):

@@ -574,20 +574,20 @@ def modes(run):
     """Training in eval mode after an evaluation, or on some ranks alone. Alike: fine-tuning in eval
     mode from the start, frozen BatchNorm (the whole model is still in train mode)."""
     for number, note in run.ddp.items():
-        rows = {r: [(e["training"], e["at"]) for e in run.ranks[r].kinds["forward"]
+        rows = {r: [(e["training"], e["at"], e["i"]) for e in run.ranks[r].kinds["forward"]
                     if e["ddp"] == number and e["grad"]] for r in note["group"] if r in run.ranks}
-        off_at = {r: [training for training, _ in row].index(False) for r, row in rows.items()
-                  if not all(training for training, _ in row)}
+        off_at = {r: [training for training, *_ in row].index(False) for r, row in rows.items()
+                  if not all(training for training, *_ in row)}
         for r, row in rows.items():
-            modes, off = [training for training, _ in row], off_at.get(r, 10**9)
-            if (note["draws"] or
-                note["norm"]) and 0 < off < len(modes) - 7 and not any(modes[off:]):
-                run.say("found", f"from forward {off + 1} on, training goes on in eval mode "
-                        f"({row[off][1]}, {those(off_at, run)}): no dropout, and BatchNorm stands "
-                        "still",
+            modes, off = [training for training, *_ in row], off_at.get(r, 0)
+            if ((note["draws"] or note["norm"]) and off and not any(modes[off:])
+                    and row[-1][2] - row[off][2] > 7):
+                run.say("found", f"from forward {row[off][2] + 1} on, training goes on in eval"
+                        f" mode ({row[off][1]}, {those(off_at, run)}): no dropout, and BatchNorm"
+                        " stands still",
                         "call model.train() after each evaluation", "01_single_node_multi_gpu.py")
                 break
-            other = [q for q, line in rows.items() if line and all(t for t, _ in line)]
+            other = [q for q, line in rows.items() if line and all(t for t, *_ in line)]
             if len(modes) > 7 and not any(modes) and other and (note["draws"] or note["norm"]):
                 run.say("found", f"rank {r} trains in eval mode, {those(other)} in train mode",
                         f"{row[0][1]}", "")

@@ -220,6 +220,7 @@ class Me:
         self.parameters, self.states, self.groups, self.recent = {}, {}, {}, {}
         self.timed = True  # whether the parts of this step are noted
         self.called = set()  # DDP objects, since the last step
+        self.was_training = {}  # {number of a DDP object: training?}, at its last forward
         self.sync, self.twice, self.line, self.ended, self.source = None, False, "", None, None
 
     def safely(self, name, *args):
@@ -371,6 +372,8 @@ class Me:
             self.forwards, self.open, self.sync = self.forwards + 1, self.open + 1, sync
             self.twice = self.twice or self.open > 1
             self.called.add(number)
+            what["turned"] = self.was_training.get(number, ddp.training) != ddp.training
+            self.was_training[number] = ddp.training
         if looked(i):
             found = [*tensors_in((args[1:], kwargs))]
             what.update(rows=next((len(t) for t in found if t.dim()), None),
@@ -387,7 +390,7 @@ class Me:
         self.stand("")
         if "random" in what:
             what["moved"] = random_state(device) != what["random"]
-        if "batch" in what:
+        if "batch" in what or what.get("turned"):
             self.note("forward", start=start, **what)
 
     def watched(self, known, i):

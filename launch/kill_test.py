@@ -670,10 +670,12 @@ def summary(args, runs, reference):
     marks = [*reference.marks]
     places = {int(kill.place) for run in equal if run.went_on for kill in run.kills
               if kill.place is not None}
-    if places:
+    open_ = [f"no {kind} was killed" for kind in args.victims if not killed[kind]]
+    if places and min(places) >= len(marks) - 1 > 0:
+        open_.insert(0, f"that it resumes its work: all kills came after {step(marks[-1])}")
+    elif places:
         yield (f"proven: killed after {step(marks[min(places)])}, and up to"
                f" {step(marks[max(places)])} of {step(marks[-1])}, it goes on, and ends equal")
-    open_ = [f"no {kind} was killed" for kind in args.victims if not killed[kind]]
     if marks and len(marks) - 1 not in places:
         open_.append(f"no kill fell between {step(marks[-1])} and the end")
     if not any(run.went_on for run in runs):

@@ -9,6 +9,7 @@ GPU, memory, streams, kernels and their dtypes, which GPU of several.
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,8 @@ def device():
     register_module_parameter_registration_hook(register)
     torch.set_default_device = default_device.append
     dist.get_backend = lambda *_: "nccl"
+    torch.Tensor.pin_memory = lambda tensor: tensor
+    torch.Event = lambda *_: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
     OneGPU().__enter__()
 

@@ -203,7 +203,7 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
     assert_error(second, "node1:29613 has not answered node2 for 5 s")
     lab("mend", "node2")
     [second] = check(lab, "--timeout", 5, nodes=["node2"])
-    assert_error(second, "nothing listens there. Start the check on node1 too")
+    assert_error(second, "nothing listens there. Start the check on node1, too")
     silent = "import socket, time; s = socket.create_server(('', 29613)); time.sleep(1000)"
     lab.start("node1", "python3", "-c", silent)
     [second] = check(lab, "--timeout", 5, nodes=["node2"])

@@ -41,7 +41,7 @@ MISTAKES = {
                "found: .* come apart at step 1 .*no model is wrapped", STEP, True),
     "unfrozen": ({WRAP: "    model[0].requires_grad_(False)\n" + WRAP, **after(
         SET_EPOCH, "model.module[0].requires_grad_(epoch > 0)")}, "apart",
-        "found: .* come apart at step 17 .*: frozen when DDP", STEP, True),
+        "found: .* come apart at step 17 .*: frozen when DDP", STEP, False),
     "no_sync": ({BACK: BACK[:8] + "    loss.backward()\n", LOSS: LOSS.replace(
         "loss = ", "with model.no_sync(): loss = ")}, "apart", "found: .*no_sync", STEP, False),
     "two forwards": ({BACK: "            more = model(x).mean()\n" + BACK + BACK.replace(
@@ -87,7 +87,7 @@ MISTAKES = {
                    "question: .*runs in train mode", None, False),
     "BatchNorm": ({GELU: NORM, **evaluate("")},
                   "evaluations", "found: BatchNorm's running values differ", None, False),
-    "never cleared": ({ZERO: ""}, "gradients", "found: gradients are never cleared", STEP, True),
+    "never cleared": ({ZERO: ""}, "gradients", "found: gradients are never cleared", STEP, False),
     "cleared late": ({ZERO: "", STEP: ZERO + STEP}, "gradients", "found: .*cleared between", STEP,
                      False),
     "nan": (after(LOSS, "loss = loss * float('nan') if epoch else loss"), "gradients",
@@ -109,7 +109,7 @@ MISTAKES = {
                  "found: the schedule StepLR .*never stepped", None, False),
     "made anew": (after(SET_EPOCH, OPT.strip()), "made_anew", "question: .*made anew 5", None,
     False),
-    "all save": ({SAVE: SAVE[4:]}, "files", "found: all ranks save to one file", SAVE, True),
+    "all save": ({SAVE: SAVE[4:]}, "files", "found: all ranks save to one file", SAVE, False),
     "the wrapper": ({"model.module.state": "model.state"}, "files", "question: .*module",
     "torch.save", False),
     "by reference": ({EPOCHS: "    best = None\n" + EPOCHS, REDUCE: "        best = best or model"

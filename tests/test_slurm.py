@@ -130,7 +130,7 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     (tmp_path / "template").mkdir()
     variant(tmp_path / "template", "template/train.py", (  # step 21 waits for SIGTERM
         "add_up_gradients = lambda *args, old=add_up_gradients: ([time.sleep(.1) for _ in iter("
-        "lambda: args[2] == 21 and callable(survive.signal.getsignal(15)), 0)], old(*args))[1]"))
+        "lambda: args[2] == 21 and not survive.SIGTERM_CAME.is_set(), 0)], old(*args))[1]"))
     log = tmp_path / "multinode-1.log"
     arguments = (60, 20, "--batch-size", 8)  # it is told to leave after the first save
     submitted = slurm("sbatch", ROOT / "launch/slurm.sbatch", *arguments, PROCESSES=2)

@@ -73,10 +73,13 @@ def start(timeout=600):
     # torchrun's store holds the addresses of the dead: so each attempt has its own prefix there.
     # (Each machine counts its own attempts: several need new stores, see below.)
     attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
+    # torchrun serves the store before it starts a rank: if it does not answer, it has died since.
+    soon = min(limit, timedelta(seconds=8)) if SHARED_STORE and one_machine else limit
     try:
-        store = dist.TCPStore(  # torchrun serves it, or rank 0. Do not wait yet: roll_call does
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit,
+        store = dist.TCPStore(  # torchrun's, or rank 0 serves it. Do not wait yet: roll_call does
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=soon,
             is_master=rank == 0 and not SHARED_STORE, wait_for_workers=False, multi_tenant=True)
+        store.set_timeout(limit)
         if one_machine:
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)

@@ -58,8 +58,7 @@ def fork_ranks(script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, t
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output, status, local = "", None, world_size // nodes
     for attempt in range(max_restarts + 1):
-        environments = [{
-            "RANK": str(rank), "WORLD_SIZE": str(world_size),
+        environments = [{"RANK": str(rank), "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
             "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),

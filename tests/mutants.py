@@ -73,8 +73,7 @@ def mutants(text):
     bound_once = set()
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.Module):
-            names = Counter(
-                n.id for n in ast.walk(function)
+            names = Counter(n.id for n in ast.walk(function)
                 if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))  # fmt: skip
             for node in ast.walk(function):
                 if isinstance(node, ast.Assign):

@@ -87,8 +87,7 @@ def start(*command, cwd, env=None):
     # Every descendant inherits it. (torchrun's workers have sessions of their own.)
     mark = f"STARTED_BY_TEST={uuid.uuid4().hex}"
     env = {**os.environ, **(env or {}), **dict([mark.split("=")])}
-    process = subprocess.Popen(
-        [str(word) for word in command], cwd=cwd, text=True,
+    process = subprocess.Popen([str(word) for word in command], cwd=cwd, text=True,
         env={name: value for name, value in env.items() if value is not None},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     process.mark = mark

@@ -114,8 +114,7 @@ def test_a_wrong_start_ends_in_words(tmp_path):
     """Restarts would look for dead ranks."""
     asked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for env, message in (
-        ({}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
+    for env, message in (({}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
         (asked, "for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend"),
     ):
         result = fork(SCRIPT, cwd=tmp_path, env=env)

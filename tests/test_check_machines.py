@@ -33,8 +33,7 @@ def assert_error(result, pattern, status=1):
 def test_passes(tmp_path):
     """With a store of torchrun. (With one of rank 0: below.)"""
     result = check(tmp_path).ok()
-    expected = [
-        r"node1: ranks 0 1, 10\.0\.0\.1, 0 GPUs, torch 2\.\d+\.\d+\S*",
+    expected = [r"node1: ranks 0 1, 10\.0\.0\.1, 0 GPUs, torch 2\.\d+\.\d+\S*",
         r"node2: ranks 2 3, 10\.0\.0\.2, 0 GPUs, torch 2\.\d+\.\d+\S*",
         "all_reduce agrees with a ring of send and receive: OK",
         r"all_reduce of 16 MiB: (\d\.\d|10\.0|\d{2,}) ms, \d+\.\d\d GB/s bus bandwidth",

@@ -206,8 +206,7 @@ def test_a_wrong_call_ends_in_words(tmp_path, number):
     a_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
               "MASTER_ADDR": "127.0.0.1"}
     more, path = "must be 1 or more", "--checkpoint-path" if number == "01" else "--snapshot-path"
-    for words, message in (
-        (["--batch-size", 1], more), ([-3], more), ([3, 0], more),
+    for words, message in ((["--batch-size", 1], more), ([-3], more), ([3, 0], more),
         (["--batch-size", "many"], "--batch-size: invalid int value: 'many'"),
         ([path, "no/such.pt"], "cannot write into the folder of no/such.pt"),
         ([path, tmp_path], f"or {tmp_path} is not a file"),

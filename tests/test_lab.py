@@ -111,8 +111,7 @@ def test_the_story_of_the_document(tmp_path, request):
     job = Job(start("bash", "-c", script, cwd=tmp_path, env=lab.env))
     try:
         moment = 0
-        for number, patterns in enumerate([
-            [r"rank 0/4\] epoch +4/"],
+        for number, patterns in enumerate([[r"rank 0/4\] epoch +4/"],
             [r"rank 0/2\] resumed from snapshot.pt at epoch \d", r"rank 0/2\] epoch"],
             [r"rank 0/4\] resumed from", r"rank 0/4\] epoch"], []
         ]):

@@ -701,14 +701,17 @@ def test_started_by_hand(tmp_path, by_hand):
     assert "note: " not in result.output
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("missing", [0, 2, pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_rank_that_never_comes_is_named(tmp_path, by_hand, missing):
-    waiting = [variables for rank, variables in enumerate(by_hand(3)) if rank != missing]
-    result = fork(SCRIPT, "--timeout", 3, cwd=tmp_path, environments=waiting)
+    died = missing == "torchrun" and {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE":
+                                      "3", "TORCHELASTIC_RESTART_COUNT": "0"} or {}
+    waiting = [variables | died for rank, variables in enumerate(by_hand(3)) if rank != missing]
+    result = fork(SCRIPT, "--timeout", 900 if died else 3, cwd=tmp_path, environments=waiting)
     assert result.status == 1
-    named, gone = "rank 2 did not come", "look for an error of rank 0 on 127.0.0.1, or run launch/"
+    gone = f"look for an error of {'torchrun' if died else 'rank 0'} on 127.0.0.1, or run launch/"
+    named = "rank 2 did not come"
     lines = [line for line in result.output.splitlines() if ": error: " in line]
-    assert any((gone if missing == 0 else named) in line for line in lines), result.output
+    assert any((named if missing == 2 else gone) in line for line in lines), result.output
     assert all(named in line or gone in line for line in lines), "a false cause"
 
 

@@ -238,7 +238,7 @@ def ring_all_reduce(tensor):
         target.copy_(incoming + target if step < world_size - 1 else incoming)
 
 
-# ---- added before the wait: Element 0 (?s:.*)hint: is a tensor used before its wait ----
+# ---- added before the wait: Element \d+ (?s:.*)hint: (is a tensor used before|first the chunks) ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)

@@ -42,8 +42,8 @@ SEED = 0
 
 def main():
     args = parse_args()
-    # Python itself starts N processes here (02: torchrun). Each imports this file anew (so "if
-    # __name__" stands below), and calls worker(rank, ...). If one fails, all end.
+    # Python starts N processes here (in 02: torchrun). Each begins empty, imports this file ("if
+    # __name__", below, keeps main out), and calls worker(rank, ...). If one fails, all end.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)
 
@@ -62,14 +62,14 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # shuffles; rank r: r, r + N
     share = min(args.batch_size, len(train_set)) // world_size
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
     # Step 4: build the model, and wrap it. DDP copies rank 0's weights to all. backward() now
-    # averages all processes' gradients: as soon as a bucket of some MB is full, while backward goes
-    # on. With equal shares, the mean is the gradient of the whole batch (BatchNorm, dropout apart).
+    # averages all processes' gradients, in buckets of some MB: each when it is full, while backward
+    # goes on. With equal shares, the mean is the whole batch's gradient (BatchNorm, dropout apart).
     # All ranks take the same step: the replicas stay equal.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
@@ -89,7 +89,7 @@ def train(device, args):
             torch.save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
         log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else ""))
-    log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
+    log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")  # all ranks call it
 
 
 def train_epoch(model, loader, optimizer, device):
@@ -114,10 +114,10 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's own forward may wait for all ranks, and one may have a batch more.
+    # model.module: DDP's own forward may wait for all, and a rank may have a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
-        dist.broadcast(buffer, src=0)  # rank 0's, which are saved
+        dist.broadcast(buffer, src=0)  # rank 0's go to all
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
@@ -132,21 +132,21 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])  # from all ranks
+    digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
     return digests[0]
 
 
 def compare_gradients(model, loader, device):
-    """Compare DDP's gradient with that of the whole batch. (With dropout, leave it out.)"""
+    """Compare DDP's gradient with that of the whole batch. (With dropout, delete the call.)"""
     def gradient(net, images, labels):
         net.zero_grad()
         cross_entropy(net(images.to(device)), labels.to(device)).backward()
         return torch.cat([weights.grad.flatten() for weights in net.parameters()])
 
     images, labels = next(iter(loader))
-    alone = copy.deepcopy(model.module)  # the same weights, without DDP
+    alone = copy.deepcopy(model.module)  # without DDP: waits for nobody
     whole = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
     own, ddp = gradient(alone, images, labels), gradient(model, images, labels)
     errors = torch.stack([(own - whole).abs().max(), (ddp - whole).abs().max()]) / whole.abs().max()
@@ -195,7 +195,7 @@ def generate_data(count):
 
 def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
-    # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
+    # Or, item by item: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
     # No persistent_workers=True: such workers keep their first seed, whatever manual_seed says.
     lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
@@ -218,7 +218,7 @@ def join(local_rank, **meeting):
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # For Gloo: the loopback, interface 1, which no other machine reaches.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    # If torch.distributed.nn is first imported after this, by DDP, it holds the group open.
+    # torch.distributed.nn must be imported before: else DDP does so, and connections stay open.
     dist.init_process_group(backend, **meeting)
     return device
 

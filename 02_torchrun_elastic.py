@@ -49,11 +49,11 @@ SEED = 0
 def main():
     args = parse_args()
     # Step 1: start. New in 02: torchrun starts this file N times, and tells each process by
-    # environment variables who it is. LOCAL_RANK, its number on this machine, is its GPU's, too.
+    # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
     # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # init_process_group finds it by itself. New in 02: after a restart, it still holds the
-    # addresses of the dead. So find it here, and put the attempt before each key.
-    store, rank, world_size = next(dist.rendezvous("env://"))  # next: of an iterator
+    # New in 02: after a restart, this store still holds the addresses of the dead. So take it
+    # here, and put the attempt before each key. (init_process_group would not.)
+    store, rank, world_size = next(dist.rendezvous("env://"))  # connects to the store
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
     train(device, args)  # steps 3, 4 and 5
@@ -67,7 +67,7 @@ def train(device, args):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
     # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # shuffles; rank r: r, r + N
     share = min(args.batch_size, len(train_set)) // world_size
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
@@ -90,7 +90,7 @@ def train(device, args):
         loss, speed = train_epoch(model, loader, optimizer, device)
         if epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1:
             log("crash on purpose, before this epoch is saved", every_rank=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)  # the others wait until torchrun ends them
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
@@ -126,10 +126,10 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's own forward may wait for all ranks, and one may have a batch more.
+    # model.module: DDP's own forward may wait for all, and a rank may have a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
-        dist.broadcast(buffer, src=0)  # rank 0's, which are saved
+        dist.broadcast(buffer, src=0)  # rank 0's go to all
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
@@ -164,8 +164,8 @@ def resume(path, model, optimizer):
 
 
 def settle_buckets(model, images):
-    """Run DDP once, without a step: after its first backward, it adds in another order."""
-    # With three ranks or more, the order changes the rounding, and so how a resumed run ends.
+    """Run DDP once, without a step: after its first backward, it sums in another order."""
+    # A resumed run has its first one later. With three ranks or more, it would round otherwise.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -177,7 +177,7 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])  # from all ranks
+    digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
     return digests[0]
@@ -221,7 +221,7 @@ def generate_data(count):
 
 def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
-    # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
+    # Or, item by item: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
     # No persistent_workers=True: such workers keep their first seed, whatever manual_seed says.
     lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
@@ -244,7 +244,7 @@ def join(local_rank, **meeting):
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # For Gloo: the loopback, interface 1, which no other machine reaches.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    # If torch.distributed.nn is first imported after this, by DDP, it holds the group open.
+    # torch.distributed.nn must be imported before: else DDP does so, and connections stay open.
     dist.init_process_group(backend, **meeting)
     return device
 
@@ -272,7 +272,7 @@ def parse_args():
     parser.add_argument("--crash-epoch", type=int, help="kill the last rank there, on attempt 0")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    # Without torchrun, neither is set. On several machines, they differ.
+    # Without torchrun, both are missing. On several machines, they differ.
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."

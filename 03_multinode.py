@@ -86,7 +86,7 @@ def train(device, args):
     everywhere = gathered((socket.gethostname(), source, len(train_set), len(test_set)))
     if len({its[1:] for its in everywhere}) > 1:
         sys.exit(f"the machines have different data: {everywhere}")
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r: item r, r + N, ...
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # shuffles; rank r: r, r + N
     share = min(args.batch_size, len(train_set)) // world_size
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
@@ -144,10 +144,10 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's own forward may wait for all ranks, and one may have a batch more.
+    # model.module: DDP's own forward may wait for all, and a rank may have a batch more.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
-        dist.broadcast(buffer, src=0)  # rank 0's, which are saved
+        dist.broadcast(buffer, src=0)  # rank 0's go to all
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
@@ -201,8 +201,8 @@ def take_newest(path):
 
 
 def settle_buckets(model, images):
-    """Run DDP once, without a step: after its first backward, it adds in another order."""
-    # With three ranks or more, the order changes the rounding, and so how a resumed run ends.
+    """Run DDP once, without a step: after its first backward, it sums in another order."""
+    # A resumed run has its first one later. With three ranks or more, it would round otherwise.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -214,7 +214,7 @@ def check_replicas(model):
     sha256 = hashlib.sha256()
     for weights in model.parameters():
         sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])  # from all ranks
+    digests = gathered(sha256.hexdigest()[:12])
     if len(set(digests)) > 1:
         raise RuntimeError(f"the replicas differ: {digests}")
     return digests[0]
@@ -258,7 +258,7 @@ def generate_data(count):
 
 def fast_loader(dataset, sampler, batch_size, drop_last):
     """Return a DataLoader that reads a whole batch of a TensorDataset at once."""
-    # Single items: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
+    # Or, item by item: return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
     #                                 num_workers=2, multiprocessing_context="fork")
     # No persistent_workers=True: such workers keep their first seed, whatever manual_seed says.
     lists = BatchSampler(sampler, batch_size, drop_last)  # the indices of each batch
@@ -280,7 +280,7 @@ def join(local_rank, **meeting):
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # New in 03: Gloo listens for other machines, too. So its interface is not set here.
-    # If torch.distributed.nn is first imported after this, by DDP, it holds the group open.
+    # torch.distributed.nn must be imported before: else DDP does so, and connections stay open.
     dist.init_process_group(backend, **meeting)
     return device
 

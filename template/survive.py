@@ -1,7 +1,7 @@
 """What keeps a training job alive. Copy it beside train.py; nothing here needs a change.
 
 Plain functions and one class. They call nothing of yours but state_dict() and load_state_dict().
-"All ranks call it": if one does not, the others wait.
+"All ranks call it": if one does not, the others wait. "It stops": it says why, and exits.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import gc
 import hashlib
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import pathlib
@@ -27,7 +28,6 @@ PARENT, ABOVE = os.getppid(), []  # now: importing torch takes seconds, and torc
 GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # seconds; then torchrun kills
 SIGTERM_CAME = threading.Event()
 SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all attempts
-WRITTEN_BY = "archive/written_by"  # an entry of the zip file that torch.save writes
 NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
 
 # PARENT is torchrun, or a program between torchrun and python (a shell without exec, nsys), which
@@ -48,30 +48,24 @@ def start(timeout=600):
     """Join the job; return this process's torch.device, a GPU of its own or the CPU.
 
     timeout: seconds that ranks wait for each other: more than a save takes. torchrun has started
-    it; or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE. Without
-    start, restarted ranks look for the dead at old addresses, and stand still (pytorch issue
-    135712); a rank outlives torchrun; nobody says who is missing. If it fails, a line says why.
+    it; or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=end_with_torchrun, daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.setdefault("LOCAL_WORLD_SIZE", "1"))
     one_machine = local_world_size == world_size
     if one_machine:  # nobody else has to reach these processes: interface 1 is the loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    device, backend = pick_device(local_rank)
+    device, backend = pick_device(int(os.environ.setdefault("LOCAL_RANK", "0")))
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     if threads == 0 or threads == 1 < local_world_size:  # 1 for several ranks is torchrun's own
         threads = max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     if world_size > 64:  # else Gloo connects each rank with each, and its start asks N x N times
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-    # torchrun's store holds the addresses of the dead: so each attempt has its own prefix there.
-    # (Each machine counts its own attempts: several need new stores, see below.)
     attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
     # torchrun serves the store before it starts a rank: if it does not answer, it has died since.
     soon = min(limit, timedelta(seconds=8)) if SHARED_STORE and one_machine else limit
@@ -80,7 +74,7 @@ def start(timeout=600):
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=soon,
             is_master=rank == 0 and not SHARED_STORE, wait_for_workers=False, multi_tenant=True)
         store.set_timeout(limit)
-        if one_machine:
+        if one_machine:  # torchrun's store still has the addresses of the dead (issue 135712)
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)
         dist.init_process_group(
@@ -95,8 +89,7 @@ def start(timeout=600):
         ranks = [f"rank {number} ({mine})" for number, (its, mine) in places if its == name]
         log(f"attempt {attempt}, {backend}: {name} has {', '.join(ranks)}")
     if ABOVE:
-        log("note: a program stands between torchrun and python, and a SIGTERM may end it before"
-            " a save. In a shell script, write exec before python")
+        log("note: a program stands between torchrun and python. A shell? Write exec before python")
     if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
         log(f"note: a restart, or a machine that joins, will fail: set {NEW_STORES}")
     return device
@@ -114,12 +107,11 @@ def pick_device(local_rank):
     """Return (device, backend): GPU number local_rank with its backend, or the CPU with Gloo."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_default_backend_for_device(gpu or "cpu")
-    if backend != "gloo":
+    if backend != "gloo":  # a Mac's GPU has Gloo alone, which cannot send its tensors
         if local_rank >= torch.accelerator.device_count():
             raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
         return torch.device(gpu.type, local_rank), backend
-    # The CPU, also on a Mac: Gloo cannot send tensors of its GPU.
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster
     return torch.device("cpu"), "gloo"
@@ -151,8 +143,7 @@ def roll_call(store, rank, world_size, timeout):
     elif come(keys[:1], timeout) and come(["missing"], timeout + 30):
         missing = store.get("missing").decode()
     if missing:
-        stop(f"{missing} did not come within {timeout:g} s: look for an error above, or for a"
-             " process that hangs", status=1)
+        stop(f"{missing} did not come within {timeout:g} s: look above for its error, or a hang", 1)
 
 
 def explain(error):
@@ -176,9 +167,8 @@ def name_the_stopped(error, store):
     def ask():  # in a thread, as these calls have no limit of their own
         with contextlib.suppress(dist.DistError):  # the store may be gone, too
             store.set(f"rank {rank} failed", "")
-            first = store.add("failed", 1) == 1  # the others need not ask for all
+            ranks = range(world_size) if store.add("failed", 1) == 1 else []  # one asks for all
             time.sleep(2)  # when one rank gives up, those that wait for it fail a moment later
-            ranks = range(world_size) if first else []
             absent = [str(r) for r in ranks if not store.check([f"rank {r} failed"])]
             whom[0] = f"rank {', '.join(absent) or '?'}: it has stopped, or waits elsewhere"
 
@@ -204,39 +194,19 @@ def log(message, every_rank=False):
 
 def stop(message, status=2):
     """End this process with one line in place of a traceback: for errors that the user can mend."""
-    # Ranks mostly fail alike: local rank 0 says it, and torchrun then ends the others.
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a rank that is still alive after this was the only one to fail
+        time.sleep(10)  # mostly, ranks fail alike: local rank 0 says it, and torchrun ends this one
     name = os.path.basename(sys.argv[0])
     print(f"{name}: error: {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
 
 
 def seed(*numbers):
-    """Seed torch (GPUs, too), numpy and random from these numbers and texts, however many.
-
-    Without it, a resumed run draws other dropout masks than an unbroken one. With it, nothing about
-    random numbers needs saving: seed(SEED, step, rank) gives each step and rank its own. Make a
-    generator of your own anew, from torch.randint(2**62, ()).
-    """
+    """Seed torch (GPUs, too), numpy and random from these numbers and texts, however many."""
     value = int(hashlib.sha256(repr(numbers).encode()).hexdigest()[:16], 16)
     random.seed(value)
     numpy.random.seed([value % 2**32, value >> 32])
-    torch.manual_seed(value)
-
-
-def my_share(order, epoch, first, batch_size, micro_batches=1):
-    """Return this rank's part of one step: for each micro-batch, a list of (epoch, place, item).
-
-    order: the items of the epoch, a list or an integer tensor (N,), alike on all ranks. Of these,
-    the step takes batch_size (at least ranks x micro_batches), from place first on, for all ranks
-    together. So it has the same items on any number of ranks. (When a job goes on with more or
-    fewer, DistributedSampler repeats items, and leaves others out.) Sizes may differ by one.
-    """
-    places = range(first, first + batch_size)[dist.get_rank() :: dist.get_world_size()]
-    cuts = [len(places) * i // micro_batches for i in range(micro_batches + 1)]
-    return [[(epoch, place, int(order[place])) for place in places[cut:end]]
-            for cut, end in itertools.pairwise(cuts)]
+    torch.manual_seed(value)  # a generator of your own: by torch.randint(2**62, ()).item()
 
 
 class Snapshot:
@@ -245,14 +215,13 @@ class Snapshot:
     path: of that file. plan: a text that stays the same as long as the job lasts, as the size of
     the batches does. parts: name=object for all that has a state_dict(): the model without DDP, the
     optimizer, a GradScaler. writer: whether this rank writes on its disk; one does. All ranks make
-    it and call its methods. It stops (status 1 or 2) if path cannot be written, or another job has
-    it. Without it, a kill leaves half a file; a machine that comes back goes on from an old one.
+    it and call its methods. It stops if path cannot be written, or another job has it.
     """
 
     def __init__(self, path, plan, **parts):
         self.path, self.plan, self.parts = path, plan, parts
-        self.writer = claim(os.path.realpath(path) if os.path.islink(path) else path)
-        self.known = ""  # what the file says who wrote it
+        self.writer = claim(path)
+        self.known = None  # who wrote the file: [job, attempt, step]
         self.job = self.attempt = gathered(os.urandom(16).hex())[0]
 
     def load(self, **new):
@@ -260,17 +229,16 @@ class Snapshot:
 
         new: that rest in a new job, or of names that the file has not. One is step, how many are
         done. The newest is sent to all ranks (three times its size of memory on each) and disks. It
-        stops (status 1), and touches no file, if one is damaged or does not fit, if the plan is
-        another, or if the files are of different jobs.
+        stops, and touches no file, if one is damaged, or of another model, job or plan.
         """
         path, mine, content = self.path, None, b""
         if self.writer and os.path.exists(path):
             try:
                 content = pathlib.Path(path).read_bytes()
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:  # the format of torch.save
+                    self.known = json.loads(archive.comment or "null")  # fails if it is cut short
                     if damaged := archive.testzip():  # torch.load does not look at the checksums
                         raise ValueError(f"wrong checksum of {damaged}")
-                self.known = writer_of(path)
                 # weights_only: an ordinary pickle can run any code while it is read.
                 step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
                 mine = step, self.known, socket.gethostname(), len(content)
@@ -278,7 +246,7 @@ class Snapshot:
                 stop(f"cannot continue from {path} ({repr(error)[:300]}): if it is damaged, move it"
                      " away to start anew; if it is another script's, choose another path", 1)
         found = gathered(mine)
-        jobs = {its[1].split()[0]: its[2] for its in found if its and its[1]}
+        jobs = {its[1][0]: its[2] for its in found if its and its[1]}
         if len(jobs) > 1:  # the one that has trained longer would replace the other
             stop(f"{' and '.join(jobs.values())} have snapshots of different jobs: move away {path}"
                  " on each machine whose job is not to go on", 1)
@@ -313,30 +281,30 @@ class Snapshot:
 
         One is step. When it returns, every disk has the file. Buffers (BatchNorm's means) are made
         rank 0's. All else must be alike on all ranks: RuntimeError names the first that differs. It
-        stops (status 1) if save does, or if somebody else has written path meanwhile, which stays.
+        stops if save does, or if somebody else has written path meanwhile, whose file stays.
         """
         same_buffers(*self.parts.values())
         compare(**self.parts, **numbers)
         if self.writer:  # two halves of a job may train on after a cut
-            with contextlib.suppress(FileNotFoundError):
-                if writer_of(self.path) != self.known:
+            with contextlib.suppress(FileNotFoundError), zipfile.ZipFile(self.path) as archive:
+                if json.loads(archive.comment or "null") != self.known:
                     stop(f"another job, or a lost part of this one, has written {self.path}"
                          " meanwhile: its file stays. End one, or give it another path", 1)
             # Who wrote it is no part of the state: runs that end alike have equal states.
-            self.known = f"{self.job} {self.attempt} {numbers['step']}"
+            self.known = [self.job, self.attempt, str(numbers["step"])]
             states = {name: part.state_dict() for name, part in self.parts.items()}
             save({**states, "plan": self.plan, **numbers}, self.path, self.known)
         dist.barrier()
 
 
-def save(state, path, written_by=""):
+def save(state, path, written_by=None):
     """Write state to path. If the process dies meanwhile, the old file stays, whole.
 
     state: tensors, numbers and texts in lists and dicts; or bytes, written as they are. written_by:
-    Snapshot's. It stops (status 1) if state cannot be written, or could not be loaded again.
+    Snapshot's. It stops if state cannot be written, or could not be loaded again.
     """
     # In the same folder: a move, not a copy. By machine: two halves of a job may write on one disk.
-    target = os.path.realpath(path) if os.path.islink(path) else path  # so a link stays one
+    target = os.path.realpath(path)  # a link to it stays one
     temporary = f"{target}.{socket.gethostname()}.tmp"
     try:
         with open(temporary, "w+b") as file:
@@ -345,7 +313,7 @@ def save(state, path, written_by=""):
             else:
                 torch.save(state, file)
                 with zipfile.ZipFile(file, "a") as archive:
-                    archive.writestr(WRITTEN_BY, written_by)
+                    archive.comment = json.dumps(written_by).encode()
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut can leave an empty file at path
         try:  # mmap: this reads few bytes
@@ -359,33 +327,26 @@ def save(state, path, written_by=""):
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", 1)
     finally:
-        with contextlib.suppress(OSError):  # it has been moved
-            os.remove(temporary)
-
-
-def writer_of(path):
-    with zipfile.ZipFile(path) as archive:
-        return archive.read(WRITTEN_BY).decode() if WRITTEN_BY in archive.namelist() else ""
+        pathlib.Path(temporary).unlink(missing_ok=True)  # mostly, it has been moved
 
 
 def claim(path):
     """Return whether this rank is the one that writes path on its disk; it has the lock, then."""
-    mark, mine, problem = f"{path}.{gathered(os.urandom(16).hex())[0]}.tmp", False, None
+    target, mine, problem = os.path.realpath(path), False, None
+    mark = f"{target}.{gathered(os.urandom(16).hex())[0]}.tmp"
     for turn in 0, 1:  # rank 0 comes first. Of all that share a disk, one can make the file
         try:
             if turn == min(dist.get_rank(), 1):
                 open(mark, "x").close()
                 mine = True
-        except FileExistsError:
-            pass
-        except OSError as error:
-            problem = error.strerror
+        except OSError as error:  # another rank made it, or path cannot be written
+            problem = None if isinstance(error, FileExistsError) else error.strerror
         dist.barrier()
     if problem:
         stop(f"cannot write {path} ({problem}): choose another path")
     if mine:
         os.remove(mark)
-        lock(path, GRACE * bool(ABOVE))  # behind a shell, ranks of the last attempt may still save
+        lock(target, GRACE * bool(ABOVE))  # behind a shell, the last attempt may still save
     return mine
 
 
@@ -406,9 +367,8 @@ def lock(path, patience):
 def settled(*models):
     """Let one forward and backward of each DDP model run here; then put its state_dict() back.
 
-    DDP collects gradients in buckets, and regroups these after its first backward. That changes the
-    order of additions and, with three ranks or more, the rounding. Without it, a resumed run takes
-    one step in another order than an unbroken one, and ends with other weights.
+    After its first backward, DDP groups gradients anew. That changes the order of additions and, on
+    three ranks or more, the rounding: without it, a resumed run would end with other weights.
     """
     # On the CPU: at a resume, GPUs hold the optimizer's state already.
     states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
@@ -424,11 +384,7 @@ def settled(*models):
 
 
 def same_buffers(*modules):
-    """Give all ranks the buffers of rank 0's modules. All ranks call it before they validate.
-
-    Without it, BatchNorm's means, of its own share on each rank, differ: so do metrics, and one
-    rank may stop early alone. What is no torch.nn.Module is left as it is.
-    """
+    """Give all ranks the buffers of rank 0's modules, BatchNorm's means. Call it on all ranks."""
     for module in modules:
         for buffer in module.buffers() if isinstance(module, torch.nn.Module) else []:
             take_from(0, buffer)
@@ -446,9 +402,7 @@ def compare(**parts):
     """Return the sha256 of all this, 12 digits. RuntimeError names what differs between the ranks.
 
     parts: name=object with a state_dict(), or tensors, arrays, numbers, texts, and objects that
-    hold such, in tuples, lists, dicts. It stops (status 1) at what it cannot look into. All ranks
-    call it. Without it, machines may train on different data, and replicas drift unseen: each
-    restart hides it by one rank's file.
+    hold such, in tuples, lists, dicts. All ranks call it. It stops at what it cannot look into.
     """
     states, rows = {name: its.state_dict() if hasattr(its, "state_dict") else its
                     for name, its in parts.items()}, []
@@ -458,37 +412,33 @@ def compare(**parts):
         except Exception as error:  # of many types: a lock, a function, a sparse tensor
             stop(f"cannot compare {name}, a {type(leaf).__qualname__} ({repr(error)[:200]}): give"
                  " tensors, NumPy arrays, numbers and texts", 1)
-    if len({*gathered(sha256(rows))}) > 1:
+    if len({*gathered(checksum(rows))}) > 1:
         for row in itertools.zip_longest(*gathered(rows), fillvalue=("the number of values", "")):
             if len({*row}) > 1:
                 each = dict.fromkeys(row)
                 found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in each)
                 raise RuntimeError(f"the ranks differ in {row[0][0]} ({found[:500]}): if each has"
                                    " its own, see \"state of a rank\" in template/README.md")
-    return sha256([(name, digest) for name, _, digest in rows])
+    return checksum([(name, digest) for name, _, digest in rows])[1]
 
 
 def checksum(leaf):
-    """Return the type and the sha256 of what it holds: no address counts, and no set's order."""
-    kind = type(leaf).__qualname__
+    """Return its type, and the sha256 of what it holds: no address counts, and no set's order."""
+    kind, held = type(leaf).__qualname__, leaf
     if torch.is_tensor(leaf):
-        its = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{leaf.dtype} {[*leaf.shape]}", sha256(its)  # without a copy
-    if isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
-        return f"{leaf.dtype} {[*leaf.shape]}", sha256(leaf.tobytes())
-    if isinstance(leaf, set | frozenset):
-        return kind, sha256(sorted(map(checksum, leaf)))
-    if leaf is None or isinstance(
-            leaf, int | float | complex | str | bytes | type | dict | list | tuple):
-        return kind, sha256(repr(leaf).encode())
-    held = leaf.__reduce_ex__(2)  # what pickle would store of an object
-    held = leaves(held if isinstance(held, str) else held[1:])
-    return kind, sha256([(name, *checksum(its)) for name, its in held])
-
-
-def sha256(value):
-    content = value if isinstance(value, bytes | numpy.ndarray) else repr(value).encode()
-    return hashlib.sha256(content).hexdigest()[:12]
+        kind = f"{leaf.dtype} {[*leaf.shape]}"
+        held = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # no copy
+    elif isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
+        kind, held = f"{leaf.dtype} {[*leaf.shape]}", leaf.tobytes()
+    elif isinstance(leaf, set | frozenset):
+        held = sorted(map(checksum, leaf))
+    elif not isinstance(
+            leaf, int | float | complex | str | bytes | type | dict | list | tuple | None):
+        stored = leaf.__reduce_ex__(2)  # what pickle would store of an object
+        stored = leaves(stored if isinstance(stored, str) else stored[1:])
+        held = [(name, *checksum(its)) for name, its in stored]
+    content = held if isinstance(held, bytes | numpy.ndarray) else repr(held).encode()
+    return kind, hashlib.sha256(content).hexdigest()[:12]
 
 
 def leaves(value, name=""):
@@ -505,15 +455,13 @@ def leave_on_sigterm(ctrl_c=False):
 
     ctrl_c: obey Ctrl-C, too. Call this before the first step; then asked_to_leave() in each, on all
     ranks. If it is true, save and return. (On a GPU, it answers a step later: nobody waits for the
-    GPU.) torchrun sends SIGTERM when it is stopped, a machine joins, or a rank failed. Without
-    this, the steps since the last save are lost.
+    GPU.) torchrun sends SIGTERM when it is stopped, a machine joins, or a rank failed.
     """
     asked, signals = [], {signal.SIGTERM, *[signal.SIGINT] * ctrl_c}
     for each in signals:
         signal.signal(each, lambda *_: asked.append(True))
     # Python runs that lambda only between two of its instructions: not while a collective waits for
-    # a dead rank. The byte that the signal leaves in this pipe comes at once: such a rank ends
-    # itself, after 20 s (it may wait for a slow save), and before torchrun kills.
+    # a dead rank. The byte that the signal leaves in this pipe comes at once: the rank ends itself.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a process has only one
@@ -522,7 +470,7 @@ def leave_on_sigterm(ctrl_c=False):
         while os.read(reader, 1)[0] not in signals:
             pass
         SIGTERM_CAME.set()
-        time.sleep(max(GRACE - 10, GRACE / 2))
+        time.sleep(max(GRACE - 10, GRACE / 2))  # it may wait for a slow save
         if not asked:
             os._exit(128 + signal.SIGTERM)
 
@@ -530,30 +478,25 @@ def leave_on_sigterm(ctrl_c=False):
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     threading.Thread(target=watch, daemon=True).start()
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    answers = []  # on their way from the GPU
+    if device != "cpu":  # a step's answer, on its way from the GPU
+        answer, arrived = torch.zeros(1).pin_memory(), torch.Event(device)
+        arrived.record()
 
     def asked_to_leave():
-        flag = torch.full((1,), int(bool(asked)), device=device)  # (torch.tensor would wait)
+        flag = torch.full((1,), float(bool(asked)), device=device)  # (torch.tensor would wait)
         dist.all_reduce(flag)  # in the group that is there: a new one has N x N connections
         if device == "cpu":
             return flag.item() > 0
-        answers.append((torch.zeros_like(flag, device="cpu").pin_memory(), torch.Event(device)))
-        answers[-1][0].copy_(flag, non_blocking=True)
-        answers[-1][1].record()
-        if len(answers) == 1:
-            return False
-        answer, arrived = answers.pop(0)
         arrived.synchronize()
-        return answer.item() > 0
+        earlier = answer.item() > 0
+        answer.copy_(flag, non_blocking=True)
+        arrived.record()
+        return earlier
     return asked_to_leave
 
 
 def obey_rank(worker):
-    """Let a loader's worker end with its rank, and not before: DataLoader's worker_init_fn.
-
-    Without it, torchrun's SIGTERM, which the workers get, too, ends them at once, and their rank
-    fails; a worker whose rank is killed in its first moments stays for ever.
-    """
+    """DataLoader's worker_init_fn: a worker ends with its rank, and not by torchrun's SIGTERM."""
     if not hasattr(signal, "sigtimedwait"):  # a Mac: torchrun's SIGTERM costs the steps there
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
@@ -570,12 +513,8 @@ def obey_rank(worker):
 
 
 def leave(finished):
-    """Close the connections; if not finished, exit with 143, the status of SIGTERM.
-
-    Call it when the function that has your model has returned. Without it, Python may abort as it
-    exits, all work done (pytorch issue 190489), and a job that has left early seems finished.
-    """
-    gc.collect()  # frees DDP, whose threads would live on
+    """Close the connections; if not finished, exit with 143, the status of SIGTERM."""
+    gc.collect()  # frees DDP, if the function that has your model has returned (issue 190489)
     dist.destroy_process_group()
     if not finished:
         sys.exit(128 + signal.SIGTERM)

@@ -96,8 +96,7 @@ def train(device, args):
 
     # Step 5: train.
     asked_to_leave = survive.leave_on_sigterm()
-    asked_for = share_of_steps(range(step, args.total_steps), count, args)
-    loader = iter(loader_of(train_set, asked_for))
+    loader = iter(loader_of(train_set, share_of_steps(range(step, args.total_steps), count, args)))
     name = args.snapshot_path.removesuffix(".pt")  # for the files beside the snapshot
     clock, reported = time.perf_counter(), step
     if step >= args.total_steps:
@@ -218,12 +217,13 @@ def load_sets():
 
 
 def share_of_steps(steps, count, args):
-    """Yield this rank's micro-batches of these steps, counted from 0 over all epochs."""
+    """Yield this rank's micro-batches of these steps. A step is the same on any number of ranks."""
     for step in steps:
         epoch, number = divmod(step, count // args.batch_size)  # the rest of an epoch is left out
-        yield from survive.my_share(
-            order_of(epoch, count), epoch, number * args.batch_size, args.batch_size,
-            args.accumulate)
+        places = range(number * args.batch_size, (number + 1) * args.batch_size)
+        mine, order = places[dist.get_rank() :: dist.get_world_size()], order_of(epoch, count)
+        for i in range(args.accumulate):  # their sizes may differ by one
+            yield [(epoch, place, int(order[place])) for place in mine[i :: args.accumulate]]
 
 
 @functools.lru_cache(maxsize=1)

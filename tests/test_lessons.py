@@ -25,9 +25,14 @@ def test_a_lesson_is_one_sitting(number):
     assert len(ast.get_docstring(ast.parse(text)).splitlines()) <= 25
 
 
-def test_the_front_page_is_one_page():
+def test_the_front_page_is_one_page_and_the_template_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 220 and len(text.split()) <= 1800
+    for name, lines in ("survive.py", 520), ("train.py", 320), ("README.md", 170):
+        text = (ROOT / "template" / name).read_text()
+        assert len(text.splitlines()) <= lines, name
+    cells = re.findall(r"(?<=\| )[^|\n]+(?= \|)", text)
+    assert len(cells) > 90 and max(len(cell.split()) for cell in cells) <= 25
 
 
 def test_each_file_says_what_comes_next_on_the_path():

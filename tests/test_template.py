@@ -563,7 +563,7 @@ WRITES = ("os.replace = lambda source, target, old=os.replace: ("
 def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, one_machine):
     """With one disk, on which one rank saves."""
     result = shared(tmp_path / "run", 6, 2, changes=WRITES, max_restarts=1)
-    written = re.findall(r"(rank \d)/2\] writes snapshot.pt", result.output)
+    written = re.findall(r"(rank \d)/2\] writes .*snapshot.pt", result.output)
     assert written == ["rank 0"] * 3 and files(tmp_path / "run") == KEPT
     who = [re.sub(r"pid \d+", "pid", line) for line in result.lines(0)[:2]]
     assert who == [f"attempt 0, gloo: node{1 + rank} has rank {rank} (cpu, pid)"
@@ -573,15 +573,14 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, one_machin
     assert digest(result) == digest(one_machine[0])
 
 
-def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, one_machine, survive):
+def test_the_newest_snapshot_counts_whichever_machine_has_it(tmp_path, one_machine):
     """It is on the machine of rank 1; that of rank 0 has an old one."""
     disk1, disk2 = tmp_path / "run/disk1", tmp_path / "run/disk2"
     apart(tmp_path / "run", 2, 2)
     assert load(disk1)["step"] == load(disk2)["step"] == 2
     train(disk2, 4, 2, *SMALL)
-    marks = [zipfile.ZipFile(disk / "snapshot.pt").read(survive.WRITTEN_BY)
-             for disk in (disk1, disk2)]
-    assert marks[0].split()[0] == marks[1].split()[0] and marks[0] != marks[1]
+    marks = [zipfile.ZipFile(disk / "snapshot.pt").comment for disk in (disk1, disk2)]
+    assert marks[0].split(b",")[0] == marks[1].split(b",")[0] and marks[0] != marks[1]
     result = apart(tmp_path / "run", 6, 2)
     assert "resumed from snapshot.pt after step 4, saved on node2" in result.lines(0)
     assert digest(result) == digest(one_machine[0])
@@ -725,7 +724,7 @@ def test_a_rank_that_stops_is_named(tmp_path, by_hand, stopped, whom):
         f"    dist.get_rank() == {stopped} and os.kill(os.getpid(), 19) or old(*args))"))
     rank = functools.partial(running, PYTHON, script, 3, 1, "--timeout", 5, cwd=tmp_path)
     with rank(env=by_hand(2)[0]) as first, rank(env=by_hand(2)[1]) as second:
-        output, _ = (second, first)[stopped].communicate(timeout=90)
+        output, _ = (second, first)[stopped].communicate(timeout=400)
         assert f"[rank {1 - stopped}/2] waited in vain for {whom}" in output, output
 
 
@@ -927,7 +926,7 @@ def test_a_rank_ends_with_its_torchrun(by_hand, shell, moment, kill):
     with running(PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template",
                  env=by_hand(1)[0]) as job:
         output = read_until(job, moment)
-        assert ("write exec before python" in output) == bool(shell)
+        assert ("Write exec before python" in output) == bool(shell)
         job.send_signal(kill)
         wait_until(lambda: not family(job), "the rank ends")
         assert ("has saved" in job.stdout.read()) == (kill == signal.SIGTERM)

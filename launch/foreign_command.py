@@ -195,8 +195,9 @@ class Command:
             to = os.readlink(f"/proc/{pid}/fd/1")
         except OSError:
             return False  # it has closed it, or has ended
+        words = _read(pid, "cmdline") or [""]
         told = f"{self.folder}/site" in " ".join(_read(pid, "environ") or [])
-        told &= "python" in (_read(pid, "cmdline") or [""])[0]
+        told &= "python" in words[0] and not {"-E", "-I", "-S"} & {*words}
         return to not in {*self.ends, "/dev/null"} and not told
 
     def end(self):

@@ -61,6 +61,7 @@ SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
 PAUSE = 0.05  # seconds between two looks at the processes
 DRAWS = 5  # so often may a round end before its first kill
 LIMIT = 3600  # seconds for the undisturbed run
+SILENCE = 60  # seconds without a line after which it is said
 
 
 def main():
@@ -80,7 +81,7 @@ def main():
 def test(args):
     """Play the undisturbed run and the rounds, print what they prove, and return the status."""
     base = new_folder(args, "kill_test_", tempfile.gettempdir())
-    print(f"{args.rounds} rounds, drawn with --seed {args.seed}", flush=True)
+    say(f"{args.rounds} rounds, drawn with --seed {args.seed}")
     reference = play(args, f"{base}/undisturbed", limit=args.limit or LIMIT)
     if reference.failure and args.names:  # not taken along before: an old run may have left them
         args.copies = args.names
@@ -88,27 +89,26 @@ def test(args):
     result = result_of_reference(args, reference)
     args.has_ranks = "rank" in reference.seen
     args.round_limit = args.limit or 10 * reference.seconds + 900
-    print(f"undisturbed: {reference.seconds:.1f} s, {result}", flush=True)
+    say(f"undisturbed: {reference.seconds:.1f} s, {result}")
     for text in about_reference(args, reference):
-        print(f"note: {text}", flush=True)
+        say(f"note: {text}")
     runs = []
     for number in tqdm(range(1, args.rounds + 1), disable=None, leave=False, unit="round"):
         run = play_round(args, number, f"{base}/round{number}", reference)
         runs.append(run)
-        tqdm.write("\n".join(describe(number, run, reference)))
-        sys.stdout.flush()
-        args.keep = args.keep or bool(run.failure)
+        say("\n".join(describe(number, run, reference)))
+        if (args.keep or run.failure) and base in args.folders:
+            args.folders.remove(base)  # it stays, also after Ctrl-C
         if not (run.failure or args.keep):
             shutil.rmtree(run.folder)
     if any(run.failure.startswith("not equal") for run in runs):
         again = play(args, f"{base}/undisturbed_again", limit=args.round_limit)
-        print("note: two undisturbed runs differ, too. First seed all that is random"
-              if again.failure or difference(args, reference, again) else
-              "note: one more undisturbed run was equal: probably the kills make the difference")
-    print("\n".join(summary(args, runs, reference)))
-    if args.keep:
-        args.folders.remove(base)
-        print(f"kept: {base}", flush=True)
+        say("note: two undisturbed runs differ, too. First seed all that is random"
+            if again.failure or difference(args, reference, again) else "note: one more undisturbed"
+            " run was equal (as it may be, if the script differs by itself now and then)")
+    say("\n".join(summary(args, runs, reference)))
+    if base not in args.folders:
+        say(f"kept: {base}")
     return any(run.failure for run in runs) or not any(run.proves for run in runs)
 
 
@@ -148,10 +148,12 @@ class Run:
     lives: dict = field(default_factory=dict)  # {(kind, process id): [first, last seconds]}
     seen: dict = field(default_factory=dict)  # {kind: (first, last seconds)}
     ranks: set = field(default_factory=set)  # process ids of all that there were
-    shells: set = field(default_factory=set)  # that stand around the launcher or a rank
+    shells: dict = field(default_factory=dict)  # {where: name of one that stands there}
     saved: float = 0.0  # after so many seconds, there was something to go on from
     count: int = 0  # of lines
     last: str = ""
+    spoke: float = 0.0  # after so many seconds it printed that one
+    silent: bool = False  # for so long that it was said
     marks: dict = field(default_factory=dict)  # {how far it has come: seconds when first printed}
     printed: list = field(default_factory=list)  # [(number of line, mark), ...], all of them
     kind: tuple = ()  # of the undisturbed run: the words of its marks,
@@ -199,6 +201,11 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
                         break
                     if run.seconds - ended > args.patience:
                         run.failure = f"left behind after {args.patience} s: {names(processes)}"
+            silence = run.seconds - run.spoke
+            if silence > max(SILENCE, reference.seconds if reference else 0) and not run.silent:
+                run.silent = True
+                say(f"{run.seconds:7.1f} s  nothing was printed for {silence:.0f} s, since:"
+                    f" {clip(run.last) or 'the start'}")
             if run.seconds > limit:
                 run.failure = run.failure or f"hung: no end in {limit:.0f} s"
             if ended and not lines:
@@ -251,7 +258,7 @@ def draw_kills(args, draws, reference, part):
         first, last = reference.seen[kind]
         if draws.random() < 0.7:  # while there is something to lose
             first = min(max(first, reference.saved), last)
-        seconds = first + part * place * (last - first)
+        seconds = part * (first + place * (last - first))
         marks = bisect.bisect(times, seconds) - 1
         kills.append(Kill(marks, seconds - times[marks], kind, which))
     kills.sort(key=lambda kill: (kill.marks, kill.seconds))
@@ -281,7 +288,7 @@ def note_lines(args, run, lines, reference=None):
         text = line.text
         if foreign_command.LAUNCHERS.match(text):
             continue
-        run.count, run.last = run.count + 1, text
+        run.count, run.last, run.spoke = run.count + 1, text, run.seconds
         if re.search(args.resumed, text):
             run.resumed.append((run.count, text))
         elif (mark := mark_of(args, text)) and (not reference or kind_of(mark) == reference.kind):
@@ -305,8 +312,12 @@ def mark_of(args, line):
     mark, rest = {}, ""
     for part in re.finditer(args.step, line):
         word, number, _ = [*re.split(r"(\d+)$", part[0]), "", ""][:3]
+        word, number = re.sub(r"\W", "", word).lower(), int(number or 0)
+        # Some count what is left: 1/14, where it was 1/40 at first, is 27/40.
+        if total := re.match(r"\s*(?:/|of)\s*(\d+)", line[part.end() :]):
+            number += args.totals.setdefault(word, int(total[1])) - int(total[1])
         # The first of each word: "best after step 2" may stand behind.
-        mark.setdefault(re.sub(r"\W", "", word).lower(), int(number or 0))
+        mark.setdefault(word, number)
         rest = re.search(r"[a-z]*\Z|[a-z]+", line[part.end() :].lower())[0]
     return (*mark.items(), (rest, 0)) if mark else ()
 
@@ -338,9 +349,9 @@ def roles_of(args, processes, command, run):
         elif pid in ranks:
             roles["rank"].append((of, pid))
             if process.shell and any(child.parent == pid for child in processes.values()):
-                run.shells.add(f"between the launcher and its ranks stands {process.name}")
+                run.shells.setdefault("between the launcher and its ranks", process.name)
         elif heirs_of(processes, pid) & launchers:
-            run.shells.add(f"around the launcher stands {process.name}")
+            run.shells.setdefault("around the launcher", process.name)
         elif process.parent in processes and (process.rank or not ranks):
             # What torchrun itself starts for a moment is none of the script's workers.
             roles["worker"].append((f"worker of {of}", pid))
@@ -364,11 +375,14 @@ def watch(args, run, processes, roles):
         if kill.others & {*processes}:
             kill.until = run.seconds
         for pid in kill.heirs.keys() & {*processes}:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/io") as file:
+            with (contextlib.suppress(OSError), open(f"/proc/{pid}/io") as file,
+                  open(f"/proc/{pid}/maps") as maps):
                 size = int(re.search(r"wchar: (\d+)", file.read())[1])  # to files and terminals
                 times, before = kill.heirs[pid]
                 if run.seconds - kill.seconds > args.orphans:
-                    times += size != before
+                    # A file that stands in its memory (mmap) is written without a call.
+                    times += size != before or re.search(
+                        f" rw-s .*{run.folder}/work", maps.read()) is not None
                 kill.heirs[pid] = times, size
                 if times >= 3 and not run.failure:
                     run.failure = (
@@ -419,8 +433,10 @@ def result_of_reference(args, run):
         stop(f"the command fails undisturbed ({run.failure}). It printed:"
              f" {clip(run.error or 'nothing', 200)}. (It runs in a new folder: give data by"
              " absolute paths)")
+    whole = Counter()  # one rank after the other, perhaps
     for (kind, _), (first, last) in run.lives.items():
-        if last - first > run.seconds / 10:  # not a child that lives for a moment
+        whole[kind] += last - first + PAUSE
+        if (whole[kind] if kind == "rank" else last - first) > run.seconds / 10:  # not a moment
             spans = run.seen.get(kind, (first, last))
             run.seen[kind] = min(spans[0], first), max(spans[1], last)
     if not set(args.victims) & run.seen.keys():
@@ -478,15 +494,14 @@ def judge(args, run, reference):
         later = [place for where, place in places if at < where <= end]
         if kill.place is not None and later:
             kill.again = max(0, min(kill.place, max(later)) - min(later) + 1)
-        if kill.kind == "worker" and not kill.restarted:
+        if not kill.restarted:
             continue
-        if kill.place is not None and not reference.cyclic:
-            if after and min(after) <= 0:
-                anew = max(kill.place, anew or 0)
-            else:
-                run.went_on |= bool(after or kill.line) or ahead is None
+        if kill.place is None or reference.cyclic:
+            run.went_on |= bool(kill.line or after and min(after) > 0 and not reference.cyclic)
+        elif after and min(after) <= 0:
+            anew = max(kill.place, anew or 0)
         else:
-            run.went_on |= bool(kill.line)
+            run.went_on |= bool(after or kill.line) or ahead is None
     if differs := difference(args, reference, run):
         run.failure = differs if differs.startswith("not judged") else f"not equal: {differs}"
     elif gap := undone(run, reference.marks, {place for _, place in places}):
@@ -498,12 +513,18 @@ def judge(args, run, reference):
             run.failure = f"{what} (the result is equal)"
     elif anew is not None and anew + 1 >= max(2, len(marks) / 2):
         run.failure = f"it began anew after {step(marks[int(anew)])}: its work was lost"
-    idle = not any(kill.restarted or kill.kind != "worker" for kill in run.kills)
-    run.proves = idle or run.went_on
-    run.how = ("went on" if run.went_on else "began anew" if anew is not None
-               else "nothing had to be started again" if idle
-               else "but proves nothing: killed before it had done anything" if reference.marks
-               and all(kill.place is None for kill in run.kills) else "not seen to go on")
+    missed = [kill for kill in run.kills if kill.restarted or kill.kind != "worker"]
+    run.proves = run.went_on or not missed
+    if run.went_on or anew is not None:
+        run.how = "went on" if run.went_on else "began anew"
+    elif not missed:
+        run.how = "nothing had to be started again"
+    elif not missed[0].restarted:
+        run.how = f"but proves nothing: {missed[0].name} was not seen to start again"
+    elif reference.marks and all(kill.place is None for kill in run.kills):
+        run.how = "but proves nothing: killed before it had printed a step"
+    else:
+        run.how = "not seen to go on"
 
 
 def undone(run, marks, places):
@@ -521,7 +542,9 @@ def undone(run, marks, places):
         first, last = math.floor(one) + 1, math.ceil(other) - 1
         if first > last:
             continue
-        if seconds[last] - seconds[first] > 3 * life + 0.2:
+        # A line or two may come late; where nobody lived on, no more.
+        if (seconds[last] - seconds[first] > 3 * life + 0.2
+                or last - first >= 2 and whole and not life):
             return first, last
         if first and one == first - 1 and whole:  # a step that takes long
             begin, mark = run.marks[marks[first - 1]], marks[last + 1 : last + 2]
@@ -537,9 +560,9 @@ def undone(run, marks, places):
 def difference(args, reference, run):
     """Return in what the result of a run differs from the undisturbed one, or ""."""
     since = 0
-    for kill in reversed(run.kills):  # a worker that nobody missed costs nothing
+    for kill in reversed(run.kills):  # one that nobody missed costs nothing
         since = kill.at
-        if kill.restarted or kill.kind != "worker" or run.count > kill.at:
+        if kill.restarted or run.count > kill.at:
             break
     for words, expected in reference.finals.items():
         results = [result for result in run.results if result[1] == words]
@@ -556,7 +579,7 @@ def difference(args, reference, run):
                 return ("no result, and status 0 though the launcher was killed: does a pipeline"
                         " hide its status? Let the shell set -o pipefail")
             return (clip(", ".join(text for found in texts for text in found))
-                    or f"nothing printed matches {args.line!r}")
+                    or "it printed no result (--line)")
     for name in args.file:
         if isinstance(file := load(run, name), str):
             return f"it {file}"
@@ -624,8 +647,9 @@ def about_reference(args, reference):
         yield f"{taken}: {' '.join(args.names)}"
     if re.search(r"Error\b", reference.error):
         yield f"the undisturbed run ended well, but printed {clip(reference.error, 100)}"
-    for shell in sorted(reference.shells):
-        yield f"{shell}: a signal, or a kill, ends that one alone. Let it end in: exec ..."
+    for where, shell in reference.shells.items():
+        yield (f"{where} stands {clip(shell)}: a signal, or a kill, ends that one alone. Let it end"
+               " in: exec ...")
     for _, line in reference.resumed[:1]:
         yield f'the undisturbed run prints "{clip(line)}", too: it is no sign that it goes on'
     if not reference.marks:
@@ -692,6 +716,12 @@ def new_folder(args, prefix, place):
     return args.folders[-1]
 
 
+def say(text):
+    """Print above the progress bar, also where nobody looks at a terminal."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
 def clip(text, width=60):
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width - 3]}..."
@@ -743,7 +773,7 @@ def parse_args():
     if min(n for n in (args.rounds, args.kills, args.starts, args.limit) if n is not None) < 1:
         stop("--rounds, --kills, --starts and --limit must be 1 or more")
     args.line = args.line or (None if args.file else SHA256)
-    args.names, args.copies, args.folders, args.command = [], [], [], []
+    args.names, args.copies, args.folders, args.command, args.totals = [], [], [], [], {}
     for word in command:
         if os.path.isfile(word) and (word.endswith(".py") or os.access(word, os.X_OK)):
             word = os.path.abspath(word)  # it may import what lies beside it

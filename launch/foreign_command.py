@@ -110,6 +110,7 @@ class Command:
     ends: set  # of its output, as /proc names them
     begin: float = field(default_factory=time.monotonic)
     ranks: dict = field(default_factory=dict)  # {(process id, its start): RANK}
+    errors: int = 0  # bytes that came on stderr
     tail: deque = field(default_factory=lambda: deque(maxlen=2000))  # for error()
 
     def poll(self):
@@ -134,6 +135,7 @@ class Command:
                 with contextlib.suppress(OSError):
                     if data := os.read(descriptor, 2**16):
                         pending += data
+                        self.errors += len(data) * (name == "stderr")
                         lines += self._split(name, pending, len(data))
                         if echo:
                             echo(data)

@@ -122,7 +122,8 @@ class Kill:
     name: str = ""
     at: int = 0  # how many lines the command had printed
     last: str = ""  # the last of these
-    heirs: dict = field(default_factory=dict)  # {what it had started: how often that has written}
+    # {process that it had started: (how often that has written, bytes in all, bytes at first)}
+    heirs: dict = field(default_factory=dict)
     others: set = field(default_factory=set)  # the other ranks
     until: float = 0.0  # so long did one of these live
     restarted: bool = False  # ranks, or the command, have been started since
@@ -190,7 +191,7 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
             if (strikes := waiting and is_time(run, waiting[0])) or run.seconds - looked > PAUSE:
                 looked, processes = run.seconds, command.processes()
                 roles = roles_of(args, processes, command.process.pid, run)
-                watch(args, run, processes, roles)
+                watch(args, run, processes, roles, command.errors)
                 if strikes and strike(args, run, waiting[0], command, processes, roles):
                     run.kills.append(waiting.pop(0))
                 if not plan:
@@ -364,8 +365,8 @@ def heirs_of(processes, pid):
     return children.union(*(heirs_of(processes, child) for child in children))
 
 
-def watch(args, run, processes, roles):
-    """Note who lives, and whether what a victim had started works on."""
+def watch(args, run, processes, roles, errors):
+    """Note who lives, and whether what a victim had started works on. errors: bytes, so far."""
     for kind, found in roles.items():
         for _, pid in found:
             run.lives.setdefault((kind, pid), [run.seconds, 0])[1] = run.seconds
@@ -375,20 +376,31 @@ def watch(args, run, processes, roles):
         if kill.others & {*processes}:
             kill.until = run.seconds
         for pid in kill.heirs.keys() & {*processes}:
-            with (contextlib.suppress(OSError), open(f"/proc/{pid}/io") as file,
-                  open(f"/proc/{pid}/maps") as maps):
-                size = int(re.search(r"wchar: (\d+)", file.read())[1])  # to files and terminals
-                times, before = kill.heirs[pid]
-                if run.seconds - kill.seconds > args.orphans:
-                    # A file that stands in its memory (mmap) is written without a call.
-                    times += size != before or re.search(
-                        f" rw-s .*{run.folder}/work", maps.read()) is not None
-                kill.heirs[pid] = times, size
-                if times >= 3 and not run.failure:
-                    run.failure = (
-                        f"what the killed {kill.name} had started went on without it for more than"
-                        f" {args.orphans} s: {names({pid: processes[pid]})}")
+            size, mapped = written(pid, f"{run.folder}/work")
+            if not kill.heirs[pid] or run.seconds - kill.seconds <= args.orphans:
+                kill.heirs[pid] = 0, size, size - errors
+                continue
+            times, before, begin = kill.heirs[pid]
+            times += mapped or size != before
+            kill.heirs[pid] = times, size, begin
+            # Errors are no work: a rank may wait for a dead torchrun's store, and complain.
+            if times >= 3 and (mapped or before - errors > begin) and not run.failure:
+                run.failure = (
+                    f"what the killed {kill.name} had started went on without it for more than"
+                    f" {args.orphans} s: {names({pid: processes[pid]})}")
     run.ranks |= ranks
+
+
+def written(pid, folder):
+    """Return how many bytes a process has written, and whether it can write without a call.
+
+    The second: a file below the folder stands in its memory (mmap).
+    """
+    with (contextlib.suppress(OSError), open(f"/proc/{pid}/io") as io,
+          open(f"/proc/{pid}/maps") as maps):
+        size = int(re.search(r"wchar: (\d+)", io.read())[1])
+        return size, re.search(f" rw-s .*{folder}/", maps.read()) is not None
+    return 0, False
 
 
 def strike(args, run, kill, command, processes, roles):
@@ -399,7 +411,7 @@ def strike(args, run, kill, command, processes, roles):
     kill.seconds, kill.at, kill.last = run.seconds, run.count, run.last
     heirs = heirs_of(processes, pid)
     # With the launcher all must end, also what has taken another parent: a daemon.
-    kill.heirs = dict.fromkeys(heirs if kill.kind != "launcher" else {*processes} - {pid}, (0, -1))
+    kill.heirs = dict.fromkeys(heirs if kill.kind != "launcher" else {*processes} - {pid})
     kill.others = {other for _, other in roles["rank"] or roles["worker"]} - {pid}
     run.keeps_lines |= any(map(command.keeps_lines, [pid, *heirs]))
     try:

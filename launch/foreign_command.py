@@ -269,9 +269,7 @@ def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", t
         raise OSError("processes are found by /proc: that needs Linux")
     with later():  # a signal may come as soon as all is noted
         _adopt_orphans()
-        # Short: a socket's path in it has 107 bytes at most.
-        place = "/tmp" if len(tempfile.gettempdir()) > 60 and os.access("/tmp", os.W_OK) else None
-        folder = tempfile.mkdtemp(prefix=prefix, dir=place)
+        folder = tempfile.mkdtemp(prefix=prefix, dir=place())
         ends, streams = [], {}
         try:
             for name in "tmp", "site":
@@ -354,6 +352,12 @@ def later():
         _deferred.pop()
         if _waiting and not _deferred:
             raise SystemExit(128 + _waiting[0])
+
+
+def place():
+    """Return where temporary files may lie: a socket's path among them has 107 bytes at most."""
+    here = tempfile.gettempdir()
+    return "/tmp" if len(here) > 60 and os.access("/tmp", os.W_OK) else here
 
 
 def _ignore(*_):

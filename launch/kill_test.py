@@ -42,6 +42,7 @@ import contextlib
 import itertools
 import math
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -69,7 +70,7 @@ def main():
     try:
         with foreign_command.cleaning_up(args.folders):
             sys.exit(test(args))
-    except OSError as error:  # a full disk, a closed terminal
+    except OSError as error:  # no such command, a full disk, a closed terminal
         stop(f"cannot go on: {error}")
     except SystemExit as end:
         if not isinstance(end.code, int) or end.code <= 128:
@@ -80,7 +81,7 @@ def main():
 
 def test(args):
     """Play the undisturbed run and the rounds, print what they prove, and return the status."""
-    base = new_folder(args, "kill_test_", tempfile.gettempdir())
+    base = new_folder(args, "kill_test_")
     say(f"{args.rounds} rounds, drawn with --seed {args.seed}")
     reference = play(args, f"{base}/undisturbed", limit=args.limit or LIMIT)
     if reference.failure and args.names:  # not taken along before: an old run may have left them
@@ -173,16 +174,11 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
     for name in args.copies:
         shutil.copy(name, f"{folder}/work/{name}")
-    # One for all starts; and short, as a socket's path in it has 107 bytes at most.
-    long = len(tempfile.gettempdir()) > 60
-    tmp = new_folder(args, "kt", "/tmp" if long else tempfile.gettempdir())
+    tmp = new_folder(args, "kt", foreign_command.place())  # one for all starts
     begin = time.monotonic()
     while not run.failure:
         run.starts += 1
-        try:
-            command = foreign_command.start(args.command, f"{folder}/work", tmp=tmp)
-        except OSError as error:
-            stop(f"cannot start the command: {error}")
+        command = foreign_command.start(args.command, f"{folder}/work", tmp=tmp)
         looked = ended = 0
         while not run.failure:
             lines = command.read(PAUSE)
@@ -392,10 +388,7 @@ def watch(args, run, processes, roles, errors):
 
 
 def written(pid, folder):
-    """Return how many bytes a process has written, and whether it can write without a call.
-
-    The second: a file below the folder stands in its memory (mmap).
-    """
+    """Return how many bytes a process has written, and whether it has a file in memory (mmap)."""
     with (contextlib.suppress(OSError), open(f"/proc/{pid}/io") as io,
           open(f"/proc/{pid}/maps") as maps):
         size = int(re.search(r"wchar: (\d+)", io.read())[1])
@@ -427,12 +420,11 @@ def names(processes):
 
 def has_saved(args, folder):
     """Return whether the command has left something: one of --file, or any file with content."""
-    for place, _, files in os.walk(f"{folder}/work"):
-        for name in (os.path.relpath(f"{place}/{name}", f"{folder}/work") for name in files):
-            with contextlib.suppress(OSError):  # it has just been moved
-                if ((name in args.file if args.file else name not in args.copies)
-                        and os.path.getsize(f"{folder}/work/{name}")):
-                    return True
+    work = pathlib.Path(folder, "work")
+    with contextlib.suppress(OSError):  # a file has just been moved
+        return any(path.is_file() and path.stat().st_size for path in work.rglob("*")
+                   if (name := str(path.relative_to(work))) not in args.copies
+                   and (not args.file or name in args.file))
     return False
 
 
@@ -629,22 +621,13 @@ def first_difference(one, other, key):
         return next(filter(None, differences), "")
     torch = sys.modules.get("torch")
     if torch and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-            kinds = (f"{value.dtype} {[*value.shape]}" for value in (other, one))
-            return f"{key} is {', not '.join(kinds)}"
         try:
-            if one.is_quantized or one.layout != torch.strided:
-                one, other = (value.dequantize() if value.is_quantized else value.to_dense()
-                              for value in (one, other))
-            if one.is_floating_point():
-                one, other = one.double(), other.double()  # exact; 8 bits know no ==
-            differ = (one != other) & ~(one.isnan() & other.isnan())
-            pairs = zip(one[differ].tolist(), other[differ].tolist(), strict=True)
-        except (RuntimeError, NotImplementedError) as error:  # a nested tensor, one without data
+            torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+            return f"{key} has no data (it is on the meta device)" if one.is_meta else ""
+        except AssertionError as error:  # it says how many differ, and by how much
+            return f"{key}: {clip(str(error), 130)}"
+        except Exception as error:  # of many types: a nested tensor, say
             return f"{key} cannot be compared ({clip(str(error))})"
-        largest = max((abs(a - b) for a, b in pairs), default=None)
-        return "" if largest is None else (
-            f"{key} differs by {largest:.2g}, in {differ.sum()} of {differ.numel()} numbers")
     same = type(one) is type(other) and (one == other or repr(one) == repr(other))  # nan, say
     return "" if same else f"{key} is {clip(str(other))}, not {clip(str(one))}"
 
@@ -722,7 +705,7 @@ def summary(args, runs, reference):
 # ---- Helpers that are no part of the lesson ----
 
 
-def new_folder(args, prefix, place):
+def new_folder(args, prefix, place=None):
     with foreign_command.later():  # noted before a signal can end this
         args.folders.append(tempfile.mkdtemp(prefix=prefix, dir=place))
     return args.folders[-1]
@@ -730,8 +713,8 @@ def new_folder(args, prefix, place):
 
 def say(text):
     """Print above the progress bar, also where nobody looks at a terminal."""
-    tqdm.write(text)
-    sys.stdout.flush()
+    with tqdm.external_write_mode():
+        print(text, flush=True)
 
 
 def clip(text, width=60):

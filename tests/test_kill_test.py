@@ -32,7 +32,7 @@ def kill_test(folder, *options, how="survives"):
 
 @pytest.mark.parametrize(("options", "how", "error"), [
     ([], None, "the command is missing"),
-    (["--", "no_such_command"], None, "cannot start the command"),
+    (["--", "no_such_command"], None, r"cannot go on: \[Errno 2\] .*: 'no_such_command'"),
     (["--file", "b.txt", "--file", "state.json"], "survives", "it left no b.txt: give --file as "),
     ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It "),
     ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights ")])
@@ -115,11 +115,11 @@ SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "
 @pytest.mark.parametrize(("change", "row", "difference"), [
     ({}, "", ""),
     ({"weight": torch.tensor([1.5, float("nan")])}, "",
-     "a.pt['weight'] differs by 0.5, in 1 of 2 numbers"),
-    ({"weight": torch.ones(1)}, "", "a.pt['weight'] is torch.float32 [1], not torch.float32 [2]"),
-    ({"epoch": [3, (5,)]}, "", "a.pt['epoch'][1][0] is 5, not 4"),
-    ({"epoch": [3]}, "", "a.pt['epoch'][1] is missing"),
-    ({}, "3,0.1\n", "log.csv[2] is new")])
+     r"a.pt\['weight'\]: .*: 1 / 2 .*: 0.5 at index \(0,\).*"),
+    ({"weight": torch.ones(1)}, "", r"a.pt\['weight'\]: .* not match: .*\[1\].*\[2\].*"),
+    ({"epoch": [3, (5,)]}, "", r"a.pt\['epoch'\]\[1\]\[0\] is 5, not 4"),
+    ({"epoch": [3]}, "", r"a.pt\['epoch'\]\[1\] is missing"),
+    ({}, "3,0.1\n", r"log.csv\[2\] is new")])
 def test_files_are_compared_by_their_content(monkeypatch, tmp_path, change, row, difference):
     words = ["--file", "a.pt", "--file", "log.csv", "--", "true"]
     monkeypatch.setattr(sys, "argv", [str(KILL_TEST), *words])
@@ -130,7 +130,7 @@ def test_files_are_compared_by_their_content(monkeypatch, tmp_path, change, row,
         torch.save(content, tmp_path / name / "work/a.pt")
         (tmp_path / name / "work/log.csv").write_text(f"epoch,loss\n3,0.1\n{more}")
         runs.append(module["Run"](str(tmp_path / name)))
-    assert module["difference"](module["parse_args"](), *runs) == difference
+    assert re.fullmatch(difference, module["difference"](module["parse_args"](), *runs))
 
 
 @pytest.mark.long

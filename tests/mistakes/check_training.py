@@ -103,10 +103,23 @@ MISTAKES = {
         "clipping", "found: .*still multiplies", None, False),
     "summed": (after(BACK, "for p in model.parameters(): dist.all_reduce(p.grad)"), "summed",
                "question: .*that DDP has averaged", None, False),
-    "rates": ({"lr=0.05": "lr=0.05 + 0.01 * dist.get_rank()"}, "apart",
-              "found: .*the learning rates differ: ", STEP, False),
+    "rates": ({"lr=0.05": "lr=0.05 + 0.01 * dist.get_rank()"}, "numbers",
+              "found: the learning rates differ from step 1 ", STEP, False),
+    "scales": ({OPT: OPT + "    scaler = torch.amp.GradScaler('cpu', 2.0 ** dist.get_rank())\n",
+                BACK: "            scaler.scale(loss).backward()\n",
+                STEP: "            scaler.step(optimizer); scaler.update()\n"}, "numbers",
+               "found: the scales of GradScaler differ from step 1 ", "scaler.step", False),
+    "no group": ({}, "no_group", "found: 2 processes train, and none calls", None, False),
+    "wrapper on rank 0": ({GELU: NORM, SAVE: SAVE + (
+        "            with __import__('contextlib').suppress(RuntimeError):\n"
+        "                if epoch == 4: model(inputs[:8])\n")},
+        "alone", "found: rank 0 alone calls the DDP object", "model(inputs[:8])", False),
+    "no state": ({'        optimizer.load_state_dict(snapshot["optimizer"])\n': ""}, "resumes",
+        "found: .* without the optimizer's state", "torch.load(", False),
     "schedule": (after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 9)"), "schedules",
                  "found: the schedule StepLR .*never stepped", None, False),
+    "average": (after(OPT, "a = torch.optim.swa_utils.AveragedModel(model.module)"), "schedules",
+                "question: AveragedModel .* is never updated", "AveragedModel(", False),
     "made anew": (after(SET_EPOCH, OPT.strip()), "made_anew", "question: .*made anew 5", None,
     False),
     "all save": ({SAVE: SAVE[4:]}, "files", "found: all ranks save to one file", SAVE, False),
@@ -133,6 +146,10 @@ MISTAKES = {
     "slow disk": (after(STEP, "if not dist.get_rank(): torch.save(torch.ones(2_000_000), "
                               "'big.pt')"),
                   "times", "found: rank 0 saves for", None, False),
+}
+OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
+    "no group": ["docs/one_process.py"],
+    "no state": ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2],
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},

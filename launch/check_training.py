@@ -1101,22 +1101,17 @@ def judge(runs, alone=(), cut=False, stalled=False, rules=RULES):
 def seen(runs, alone):
     """What was looked at, and what was not seen, in a line each."""
     ranks = [rank for run in runs for rank in run.ranks.values()] + [*alone]
-
-    def most_of(count, what):
-        n = max(map(count, ranks), default=0)
-        return f"{n} {what[:-1] if n == 1 else what}"
-    starts = f"{len(runs)} start{'s' * (len(runs) != 1)}"
-    passes = most_of(lambda r: len(r.passes), "passes")
-    yield (f"looked at: {max((len(r.ranks) for r in runs), default=0)} ranks, {starts}; of a rank "
-        f"{most_of(lambda r: r.count, 'steps')} "
-        f"({max((len(s) for r in ranks for s in r.steps.values()), default=0)} bit by bit), "
-        f"{passes[:-1] if passes == '1 passe' else passes} over loaders, "
-        f"{most_of(lambda r: len(r.kinds['save']), 'saves')}")
+    steps, looked, passes, saves = (max(map(count, ranks), default=0)
+        for count in (lambda r: r.count, lambda r: max(map(len, r.steps.values()), default=0),
+        lambda r: len(r.passes), lambda r: len(r.kinds["save"])))
+    yield (f"looked at: ranks {max((len(r.ranks) for r in runs), default=0)}, starts {len(runs)}; "
+        f"of a rank: steps {steps} ({looked} bit by bit), passes over loaders {passes}, saves "
+        f"{saves}")
     has = set().union(*(run.has for run in runs)) if runs else set()
-    unseen = [text for key, text in {"shards": "the weights of DTensors or FSDP (their ranks hold "
-        "parts)", "to_one": "what ranks send to each other one by one (a pipeline)", "groups":
-        "which of the groups should hold the same weights, where DDP does not say so", "join":
-        "weights and unequal shares, as Join is used"}.items() if key in has]
+    unseen = [text for key, text in (("shards", "the weights of DTensors or FSDP (their ranks hold "
+        "parts)"), ("to_one", "what ranks send to each other one by one (a pipeline)"), ("groups",
+        "which groups should hold the same weights, where DDP does not say so"), ("join",
+        "weights and unequal shares, as Join is used")) if key in has]
     if not any(rank.passes for rank in ranks):
         unseen.append("the data: no DataLoader was used (only what goes into DDP is compared)")
     elif not any(p.get("over") and p["backs"] for rank in ranks for p in rank.passes.values()):

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "launch"))
 import check_training
 
 CHECK, LONG = ROOT / "launch/check_training.py", pytest.mark.long
+TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
 
 
 def record(folder, broken=False):
@@ -61,9 +62,8 @@ def said(folder, without=None):
                                   for name, (*_, plain) in MISTAKES.items()])
 def test_a_mistake_is_named(tmp_path, name):
     """With the line of the script; and by its rule alone."""
-    changes, rule, pattern, named, _ = MISTAKES[name]
-    base, *arguments = OTHERS.get(name, [BASE])
-    folder, _ = watched(tmp_path, changes, base, *arguments)
+    (changes, rule, pattern, named, _), (base, *more) = MISTAKES[name], OTHERS.get(name, [BASE])
+    folder, _ = watched(tmp_path, changes, base, *more)
     text, failures = said(folder)
     assert re.search(pattern, text) and not failures, (text, failures)
     if named:
@@ -74,9 +74,8 @@ def test_a_mistake_is_named(tmp_path, name):
     assert not re.search(pattern, said(folder, without=rule)[0])  # no other rule says it
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in ("as it is", "two optimizers") else LONG)
-    for name in RIGHT])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in (
+    "as it is", "two optimizers") else LONG) for name in RIGHT])
 def test_a_right_script_is_not_accused(tmp_path, name):
     folder, _ = watched(tmp_path, RIGHT[name])
     assert said(folder, without="times") == ("", [])
@@ -106,8 +105,8 @@ class Elsewhere:
 
 def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
     import check_training_recorder as recorder
+    monkeypatch.setattr(torch, "Tensor", Elsewhere)
     monkeypatch.setattr(recorder, "torch", torch)
-    monkeypatch.setattr(recorder.torch, "Tensor", Elsewhere)
     assert recorder.readable(Elsewhere(), 0)
     assert not any(recorder.readable(Elsewhere(), i) for i in (recorder.FIRST, 100, 10**9))
 
@@ -122,27 +121,23 @@ def test_wrong_calls(tmp_path, options, error):
     assert result.status == 2 and result.error().startswith(error), result.output
 
 
-TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
-
-
 @LONG
 def test_the_command_with_a_slow_rank(tmp_path):
     """As on the page; through a shell, with another sitecustomize in the way."""
     variant(tmp_path, BASE, MISTAKES["slow rank"][0] | MISTAKES["no set_epoch"][0])
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text("print('mine, too')\n")
+    (tmp_path / "sitecustomize.py").write_text("print('mine, too')\n")
     (tmp_path / "job.sh").write_text(f"{' '.join(map(str, TWO))} many_processes.py\n")
     options = "--picture", "steps.svg", "--json", "found.json"
     result = run(PYTHON, CHECK, *options, "--", "sh", "job.sh", cwd=tmp_path,
-                 env={**ACTIVE, "PYTHONPATH": str(tmp_path / "site")})
+                 env={**ACTIVE, "PYTHONPATH": str(tmp_path)})
     assert result.status == 1, result.output
     assert "epoch 4: loss 0.0153" in result.output and "mine, too" in result.output
     assert "\nfound: rank 0 waits for rank 1 in " in result.output
     found = json.loads((tmp_path / "found.json").read_text())
     pages = [os.path.basename(e["read"]) for e in found["said"] if e["level"] == "found"]
-    assert pages == ["no_set_epoch.py", "slow_rank.py"]
+    assert pages == ["no_set_epoch.py", "slow_rank.py"] and max(
+        map(len, result.output.splitlines())) <= 100
     assert (found["status"], found["script_status"]) == (1, 0)
-    assert all(len(line) <= 100 for line in result.output.splitlines())
     picture = xml.etree.ElementTree.parse(tmp_path / "steps.svg").getroot()
     texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert {"rank 0", "rank 1", "ms", "forward"} <= {*texts}
@@ -150,15 +145,15 @@ def test_the_command_with_a_slow_rank(tmp_path):
 
 @LONG
 @pytest.mark.parametrize(("command", "changes", "status", "text"), [
-    (TWO, {}, 0, r"\nnothing found\nlooked at: 2 ranks, 1 start; of a rank 80 steps"),
+    (TWO, {}, 0, r"\nnothing found\nlooked at: ranks 2, starts 1; of a rank: steps 80"),
     ([PYTHON, "-I"], None, 1, "no process of the command was seen to train: python -I"),
     (TWO, before(RANK_0, "if dist.get_rank() == 0: dist.all_gather_object([None] * 2, 1)"), 1,
      r"found: it stands still for 4 s: rank 0 in all_gather_object at many_processes.py:\d+; "),
     (TWO, after(LOSS, "raise ValueError('no loss')"), 1, "(?s)fails, with status 1.*no loss")])
 def test_the_command(tmp_path, command, changes, status, text):
     variant(tmp_path, BASE, changes or {})
-    script = ["-c", "print(1)"] if changes is None else ["many_processes.py"]
-    result = run(PYTHON, CHECK, "--stall", 4, "--", *command, *script, cwd=tmp_path, env=ACTIVE)
+    script = "-cprint(1)" if changes is None else "many_processes.py"
+    result = run(PYTHON, CHECK, "--stall", 4, "--", *command, script, cwd=tmp_path, env=ACTIVE)
     assert result.status == status and re.search(text, result.output), result.output
 
 

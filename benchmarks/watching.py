@@ -77,8 +77,8 @@ def tables(figures):
 
 
 def main():
-    new = parser(__doc__, rounds=9)
-    new.add_argument("--steps", type=number, default=1500)
+    new = parser(__doc__, rounds=5)
+    new.add_argument("--steps", type=number, default=600)
     new.add_argument("--width", type=number, default=256)
     args = new.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -668,7 +668,8 @@ def gradients(run):
     for rank in run.ranks.values():
         for key, steps in rank.steps.items():
             note, rows = rank.optimizers[key], [*steps.values()]
-            at = f"({rows[0]['at']}, {those([r for r in run.ranks if key in run.ranks[r].steps])})"
+            have = [r for r in run.ranks if key in run.ranks[r].steps]
+            at = f"({rows[0]['at']}, {those(have, run)})"
             bare = [e for e in rows if e["backs"] and e["none"] == len(note["shapes"])]
             late = [e for e in rows if e["late"] and e["backs"] and not any(g and g[1] for g in e[
                 "g"])]
@@ -1108,9 +1109,9 @@ def seen(runs, alone):
         f"of a rank: steps {steps} ({looked} bit by bit), passes over loaders {passes}, saves "
         f"{saves}")
     has = set().union(*(run.has for run in runs)) if runs else set()
-    unseen = [text for key, text in (("shards", "the weights of DTensors or FSDP (their ranks hold "
-        "parts)"), ("to_one", "what ranks send to each other one by one (a pipeline)"), ("groups",
-        "which groups should hold the same weights, where DDP does not say so"), ("join",
+    unseen = [text for key, text in (("shards", ("the weights of DTensors or FSDP (their ranks "
+        "hold parts)")), ("to_one", "what ranks send to each other one by one (a pipeline)"), (
+        "groups", "which groups should hold the same weights, where DDP does not say so"), ("join",
         "weights and unequal shares, as Join is used")) if key in has]
     if not any(rank.passes for rank in ranks):
         unseen.append("the data: no DataLoader was used (only what goes into DDP is compared)")
@@ -1247,8 +1248,8 @@ def report(args, records, status, why, error):
         lines.append(f"the picture: {args.picture}")
     print(f"\n{'-' * 20} check_training {'-' * 20}")
     said.sort(key=lambda each: each[0] != "found")
-    if os.path.isdir(HOUSE / "pitfalls"):  # else this file was copied away
-        said = [(*each, page and os.path.relpath(HOUSE / page)) for *each, page in said]
+    if os.path.isdir(HOUSE / "pitfalls") and HOUSE != pathlib.Path.cwd():
+        said = [(*each, page and f"{HOUSE}/{page}") for *each, page in said]
     for level, what, cost, page in said:
         word = "found: " if level == "found" else "question: "
         for i, text in enumerate(filter(None, (what, cost, page and f"read {page}"))):

@@ -289,6 +289,7 @@ class Me:
     def joined(self, _, result, args, kwargs):
         self.begin()
         env, self.groups, self.phase = os.environ, {}, 0
+        self.counts = {k: n for k, n in self.counts.items() if not k.startswith("in ")}  # calls
         self.note("joined", rank=dist.get_rank(), world=dist.get_world_size(), pid=os.getpid(),
             host=os.uname().nodename, attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             local=env.get("LOCAL_WORLD_SIZE"), cores=len(os.sched_getaffinity(0)), debug=[f"{n}={v}"

@@ -963,13 +963,13 @@ def times(run):
     mean, median = ({r: {k: of(row[k] for row in rows.values()) for k in (*PARTS, "all")} for r,
         rows in table.items()} for of in (statistics.mean, statistics.median))
     yield "milliseconds of a step, medians; range: of nine steps in ten"
-    yield "rank    step           range" + "".join(f"{name:>10}" for name in PARTS.values())
+    yield "rank    step           range" + "".join(f"  {name}" for name in PARTS.values())
     for r, rows in sorted(table.items()):
         totals = sorted(1e3 * row["all"] for row in rows.values())
         few = len(totals) // 20
-        yield (f"{r:4} {statistics.median(totals):7.1f} " + f"{totals[few]:.1f} to "
-            f"{totals[-1 - few]:.1f}".rjust(15) + "".join(f"{1e3 * median[r][k]:10.1f}"
-            for k in PARTS))
+        spread = f"{totals[few]:.1f} to {totals[-1 - few]:.1f}"
+        yield f"{r:4} {statistics.median(totals):7.1f} {spread:>15}" + "".join(
+            f"{1e3 * median[r][k]:{2 + len(name)}.1f}" for k, name in PARTS.items())
     for r, rows in table.items():
         whole = sum(row["all"] for row in rows.values())
         for k, least, what, cost, read in (("l", 0.5, "waits for its loader", ("more workers, or "

@@ -481,16 +481,25 @@ def splits(run):
             if all(p and len(p) == 2 for p in pairs) and differ(p[0] for p in pairs) and not differ(
                     p[1] for p in pairs):
                 run.found(f"the dataset's {name!r} has the same entries in another order on each "
-                    f"rank ({at})", "sort it: labels or shares mean different things", WRONG)
+                    f"rank ({at})", "sort it: labels or shares mean different things", WRONG,
+                    "split")
 
 
 def overlap(run):
-    """Shares overlap: samplers shuffle by other seeds. Alike: padding, draws with replacement."""
+    """Shares overlap: samplers shuffle by other seeds. Or they are shares of other sets: asked, as
+    each rank's set may be its own. Alike: padding, draws with replacement."""
     for at, have in run.lined("training"):
         firsts = [p[0] for p in have.values()]
-        if len(have) < 2 or "num_replicas" not in firsts[0] or run.causes & {"data", "split"} or (
-                differ((p["data"], p.get("epoch")) for p in firsts)) or not all(p.get("done") for p
-                in firsts):
+        known = {str(p["data"]) for p in firsts if str(p["data"]).strip("{}[], ")}
+        if len(have) < 2 or run.causes & {"data", "split"} or any(p.get("num_replicas") != run.world
+                for p in firsts):
+            continue
+        if len(known) == len(run.ranks) and not differ(p["length"] for p in firsts):
+            run.asked(f"each rank has another dataset ({at}), and a DistributedSampler takes 1 of "
+                f"{run.world} items of it", "is it made of random numbers without a seed, or "
+                "shared out twice? The rest is never seen", "pitfalls/unseeded_dataset.py")
+        if differ((p["data"], p.get("epoch")) for p in firsts) or not all(p.get("done")
+                for p in firsts):
             continue
         sets = [{*p["sketch"]} for p in firsts]
         common = len(set.intersection(*sets))
@@ -1233,8 +1242,9 @@ def report(args, records, status, why, error):
         said.insert(0, ("found", f"the script fails, with status {status}", error, ""))
     trained = any(rank.steps for rank in (*alone, *(r for run in runs for r in run.ranks.values())))
     if not runs and not alone:
-        lines.append("no process of the command was seen to train: python -I and -E, and a "
-            "PYTHONPATH that the script sets anew, keep the recorder out")
+        lines.append(f"no process came to training within {args.seconds:g} s: --seconds gives it "
+            "more" if why == "seconds" else "no process of the command was seen to train: python "
+            "-I and -E, and a PYTHONPATH that the script sets anew, keep the recorder out")
     elif not trained:
         lines.append("no optimizer of torch took a step, so there was nothing to judge. Did it "
             "find a finished checkpoint? Then start it in a new folder")

@@ -969,8 +969,8 @@ def times(run):
     if count < 10:
         yield f"too few steps to tell the time ({count} that all ranks have noted)"
         return
-    mean, median = ({r: {k: of(row[k] for row in rows.values()) for k in (*PARTS, "all")} for r,
-        rows in table.items()} for of in (statistics.mean, statistics.median))
+    median = {r: {k: statistics.median(row[k] for row in rows.values()) for k in (*PARTS, "all")}
+        for r, rows in table.items()}
     yield "milliseconds of a step, medians; range: of nine steps in ten"
     yield "rank    step           range" + "".join(f"  {name}" for name in PARTS.values())
     for r, rows in sorted(table.items()):
@@ -1000,7 +1000,7 @@ def times(run):
                 "step", f"rank {other} takes {1e3 * more[k]:.1f} ms longer in " + (PARTS[k]
                 if k != "rest" else "its own code, between the other parts"),
                 "pitfalls/slow_rank.py")
-    one = mean[min(mean)]
+    one = median[min(median)]
     for k, least, what, cost in (("x", 5e-4, "the exchange takes", ("a larger batch on each rank, "
             "or accumulation, makes fewer of them")), ("rest", 5e-3, ("the script's own code "
             "between the other parts takes"), "preparing batches, printing, metrics?")):
@@ -1156,7 +1156,7 @@ def watch(args, records):
     except OSError as error:
         stop(f"cannot start the command: {error}")
     begun = moved = time.monotonic()
-    state, why, used = None, "", None
+    state, why, used, joined = None, "", None, False
 
     def echo(data):
         sys.stdout.buffer.write(data)
@@ -1166,6 +1166,8 @@ def watch(args, records):
         new = {name: os.path.getsize(f"{records}/{name}") if name.endswith("jsonl")
             else pathlib.Path(f"{records}/{name}").read_bytes() for name in os.listdir(records)
             if name != "site"}
+        if not joined and any(name.endswith("jsonl") for name in new):
+            joined, begun = True, time.monotonic()  # its start is not counted
         still = time.monotonic() - moved
         if lines or new != state or not new:
             state, moved, used = new, time.monotonic(), None
@@ -1252,6 +1254,8 @@ def report(args, records, status, why, error):
         lines.append("nothing found")
     lines += [f"the recorder failed in a process, which ran on without it: {f}"
         for f in {*failures}]
+    if why == "seconds":
+        lines.append(f"ended after {args.seconds:g} s (--seconds): what comes later was not seen")
     lines += seen(runs, alone)
     if args.picture and last and last.first.count > 4:
         pathlib.Path(args.picture).write_text(picture(last))

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "launch"))
 import check_training
 
 CHECK, LONG = ROOT / "launch/check_training.py", pytest.mark.long
-TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
+TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
 
 
 def record(folder, broken=False):
@@ -126,8 +126,8 @@ def test_the_command_with_a_slow_rank(tmp_path):
     """As on the page; through a shell, with another sitecustomize in the way."""
     variant(tmp_path, BASE, MISTAKES["slow rank"][0] | MISTAKES["no set_epoch"][0])
     (tmp_path / "sitecustomize.py").write_text("print('mine, too')\n")
-    (tmp_path / "job.sh").write_text(f"{' '.join(map(str, TWO))} many_processes.py\n")
-    options = "--picture", "steps.svg", "--json", "found.json"
+    (tmp_path / "job.sh").write_text(f"{' '.join(map(str, TWO))}\n")
+    options = "--picture", "steps.svg", "--json", "found.json", "--seconds", 300
     result = run(PYTHON, CHECK, *options, "--", "sh", "job.sh", cwd=tmp_path,
                  env={**ACTIVE, "PYTHONPATH": str(tmp_path)})
     assert result.status == 1, result.output
@@ -146,21 +146,21 @@ def test_the_command_with_a_slow_rank(tmp_path):
 @LONG
 @pytest.mark.parametrize(("command", "changes", "status", "text"), [
     (TWO, {}, 0, r"\nnothing found\nlooked at: ranks 2, starts 1; of a rank: steps 80"),
-    ([PYTHON, "-I"], None, 1, "no process of the command was seen to train: python -I"),
+    ([PYTHON, "-I", "-cprint(1)"], {}, 1, "no process of the command was seen to train: python -I"),
     (TWO, before(RANK_0, "if dist.get_rank() == 0: dist.all_gather_object([None] * 2, 1)"), 1,
      r"found: it stands still for 4 s: rank 0 in all_gather_object at many_processes.py:\d+; "),
     (TWO, after(LOSS, "raise ValueError('no loss')"), 1, "(?s)fails, with status 1.*no loss")])
 def test_the_command(tmp_path, command, changes, status, text):
-    variant(tmp_path, BASE, changes or {})
-    script = "-cprint(1)" if changes is None else "many_processes.py"
-    result = run(PYTHON, CHECK, "--stall", 4, "--", *command, script, cwd=tmp_path, env=ACTIVE)
+    variant(tmp_path, BASE, changes)
+    limits = "--seconds", 300, "--stall", 4
+    result = run(PYTHON, CHECK, *limits, "--", *command, cwd=tmp_path, env=ACTIVE)
     assert result.status == status and re.search(text, result.output), result.output
 
 
 @LONG
 def test_ctrl_c_ends_all_processes(tmp_path):
     variant(tmp_path, BASE, {"range(5)": "range(10**9)"})
-    with running(PYTHON, CHECK, "--", *TWO, "many_processes.py", cwd=tmp_path,
+    with running(PYTHON, CHECK, "--", *TWO, cwd=tmp_path,
                  env={**ACTIVE, "TMPDIR": str(tmp_path)}) as process:
         read_until(process, "epoch 3")
         process.send_signal(signal.SIGINT)

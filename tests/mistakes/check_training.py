@@ -135,7 +135,7 @@ MISTAKES = {
                         False),
     "debugging": (before(EPOCHS, "torch.autograd.set_detect_anomaly(True)"), "settings",
                   "found: debugging is on", None, False),
-    "slow rank": (after(STEP, "import time; time.sleep(0.02 * dist.get_rank())"), "times",
+    "slow rank": (after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"), "times",
                   "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
     "slow loader": (before(DATA, "import time", "class Slow(TensorDataset):",
                            "    def __getitem__(self, i):",

@@ -36,14 +36,14 @@ def average_gradients(model):
             p.grad /= 2
 
 
-# ---- those of rank 0 for all: still the rank's own(?s:.*)hint: broadcast copies ----
+# ---- those of rank 0 for all: still the rank's own(?s:.*)hint: broadcast copies|is that of rank 0\s+hint: which collective adds up ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None:
             dist.broadcast(p.grad, src=0)
 
 
-# ---- those of the last rank for all: Rank 0: the gradient of 0.weight is that of rank \d ----
+# ---- those of the last rank for all: the gradient of 0.weight is (that of rank \d|still the rank's own) ----
 def average_gradients(model):
     for p in model.parameters():
         if p.grad is not None:

@@ -21,7 +21,7 @@ def ring_all_reduce(tensor):
         target.copy_(incoming + target if step < world_size - 1 else incoming)
 
 
-# ---- everything to everyone: 3 ranks: .*it sent to rank 2, and its neighbour is rank 1 ----
+# ---- everything to everyone: 3 ranks: .*it sent to rank \d, and its neighbour is rank \d ----
 def ring_all_reduce(tensor):
     others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     incoming = [torch.empty_like(tensor) for _ in others]
@@ -32,7 +32,7 @@ def ring_all_reduce(tensor):
     tensor += sum(incoming)
 
 
-# ---- all by way of rank 0: 3 ranks: .*it sent to rank 2, and its neighbour is rank 1 ----
+# ---- all by way of rank 0: 3 ranks: .*it sent to rank \d, and its neighbour is rank \d ----
 def ring_all_reduce(tensor):
     if dist.get_rank() > 0:
         dist.send(tensor, 0)
@@ -59,7 +59,7 @@ def ring_all_reduce(tensor):
         outgoing = incoming
 
 
-# ---- the second half is missing: 500 hold the sum. Element 0 counts rank 0 1 times, rank 1 0 ----
+# ---- the second half is missing: 50[01] hold the sum. Element (0 counts rank 0 1 times, rank 1 0|501 counts rank 0 0 times, rank 1 1) ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)
@@ -72,7 +72,7 @@ def ring_all_reduce(tensor):
         target += incoming
 
 
-# ---- added in the second half, too: Element 0 counts rank 0 2 times, rank 1 1 times ----
+# ---- added in the second half, too: Element (0 counts rank 0 2 times, rank 1 1|501 counts rank 0 1 times, rank 1 2) times ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)
@@ -85,7 +85,7 @@ def ring_all_reduce(tensor):
         target += incoming
 
 
-# ---- a wrong chunk: 0 hold the sum. Element 0 holds what belongs elsewhere ----
+# ---- a wrong chunk: [01] hold the sum. Element 0 (holds what belongs elsewhere|counts rank 0 1 times, rank 1 5) ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = len(tensor) // world_size
@@ -139,7 +139,7 @@ def ring_all_reduce(tensor):
     return tensor
 
 
-# ---- hard-coded for two ranks: 3 ranks: .*0 hold the sum. Element 0 counts .* rank 1 0 times ----
+# ---- hard-coded for two ranks: 3 ranks: .*0 hold the sum. Element 0 counts .* 0 times ----
 def ring_all_reduce(tensor):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     incoming = torch.empty_like(tensor)

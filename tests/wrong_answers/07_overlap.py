@@ -26,7 +26,7 @@ def overlap(model):
     return lambda: None
 
 
-# ---- never waits: finish.. came back before rank \d had begun ----
+# ---- never waits: finish.. (came back before rank \d had begun|has not waited for \d exchanges) ----
 def overlap(model):
     def begin(p):
         p.grad /= dist.get_world_size()

@@ -1,4 +1,4 @@
-# ---- each rank for itself: with \[6, 4\] batches, this rank took 6 steps; rank 1 can .* 4 ----
+# ---- each rank for itself: with \[6, 4\] batches, (this rank took 6 steps; rank 1 can .* 4|the ranks took \[6, 4\]) ----
 def train(batches, step, asked_to_stop):
     steps = 0
     for batch in batches:
@@ -9,7 +9,7 @@ def train(batches, step, asked_to_stop):
     return steps
 
 
-# ---- rank 0 decides, and tells nobody: this rank took 5 steps; rank 1 can take only 4 ----
+# ---- rank 0 decides, and tells nobody: this rank took 5 steps; rank 1 can take only 4|the ranks took \[5, 4\] steps ----
 def train(batches, step, asked_to_stop):
     steps = 0
     for batch in batches:
@@ -33,7 +33,7 @@ def train(batches, step, asked_to_stop):
         steps += 1
 
 
-# ---- only those call that want to stop: Rank 0: .* took 6 steps; rank 1 can take only 4 ----
+# ---- only those call that want to stop: took 6 steps; rank 1 can take only 4|the ranks took \[6, 4\] steps ----
 def train(batches, step, asked_to_stop):
     steps = 0
     for batch in batches:
@@ -109,7 +109,7 @@ def train(batches, step, asked_to_stop):
         steps += 1
 
 
-# ---- asked about the next batch: this rank took 1 steps; rank 1 can take only 0 ----
+# ---- asked about the next batch: this rank took 1 steps; rank 1 can take only 0|the ranks took \[1, 0\] steps ----
 def train(batches, step, asked_to_stop):
     steps, batch = 0, next(batches, None)
     while True:
@@ -123,7 +123,7 @@ def train(batches, step, asked_to_stop):
             return steps
 
 
-# ---- the step first, then agree: this rank took 5 steps; rank 1 can take only 4 ----
+# ---- the step first, then agree: this rank took 5 steps; rank 1 can take only 4|the ranks took \[5, 4\] steps ----
 def train(batches, step, asked_to_stop):
     steps = 0
     while True:
@@ -277,7 +277,7 @@ def train(batches, step, asked_to_stop):
         steps += 1
 
 
-# ---- told one step later: this rank took 5 steps; rank 1 can take only 4 ----
+# ---- told one step later: this rank took 5 steps; rank 1 can take only 4|the ranks took \[5, 4\] steps ----
 def train(batches, step, asked_to_stop):
     steps, work, stop = 0, None, torch.zeros(())
     while True:

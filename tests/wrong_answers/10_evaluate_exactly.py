@@ -86,7 +86,7 @@ def accuracy(model, images, labels, batch_size):
     return mean.item() / dist.get_world_size()
 
 
-# ---- hard-coded for two ranks: 3 ranks: .* evaluates 501 of 1001 images; its share is 334 ----
+# ---- hard-coded for two ranks: 3 ranks: .* evaluates 50[01] of 1001 images; its share is 334 ----
 @torch.no_grad()
 def accuracy(model, images, labels, batch_size):
     modes = [(part, part.training) for part in model.modules()]

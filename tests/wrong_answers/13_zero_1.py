@@ -160,7 +160,7 @@ class ShardedAdamW:
         self.weights.detach().copy_(whole[: len(self.weights)])
 
 
-# ---- hard-coded for two ranks: 3 ranks: .* weights are off ----
+# ---- hard-coded for two ranks: 3 ranks: .* weights are (off|the same after step 1) ----
 class ShardedAdamW:
     def __init__(self, weights, lr):
         self.weights, self.half = weights, (len(weights) + 1) // 2

@@ -173,7 +173,7 @@ def batches(length, batch_size, seed, epoch, seen, rank, world_size):
     return [part[rank::world_size] for part in order[seen:].split(batch_size)]
 
 
-# ---- seen counted in batches: steps, and there are \d+ left|do not stand at 2048 to 2147 ----
+# ---- seen counted in batches: rank \d has \d+ step.s., and \d+ are left|do not stand at 2048 to 2147 ----
 def batches(length, batch_size, seed, epoch, seen, rank, world_size):
     order = shuffled(length, seed, epoch)
     for start in range(seen // batch_size * batch_size, length, batch_size):

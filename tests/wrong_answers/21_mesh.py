@@ -142,6 +142,15 @@ def mean_of_shard(gradient, row, column):
     return shard / dist.get_world_size() / column.size()
 
 
+# ---- the gradient sent as float32: the shard is off by \d\.\de-0[789]\n +hint: float32 has 7 digits ----
+def mean_of_shard(gradient, row, column):
+    gradient = gradient.float()
+    shard = gradient.new_empty(len(gradient) // row.size())
+    dist.reduce_scatter_tensor(shard, gradient, group=row)
+    dist.all_reduce(shard, group=column)
+    return (shard / dist.get_world_size()).double()
+
+
 # ---- an all_reduce over all ranks: the ranks send \[.*\] bytes, and \d+ are enough ----
 def mean_of_shard(gradient, row, column):
     dist.all_reduce(gradient)

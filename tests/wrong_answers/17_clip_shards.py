@@ -45,7 +45,7 @@ def clip_by_norm(parameters, max_norm):
     return norm
 
 
-# ---- the largest norm: this rank returns the largest of the ranks' norms ----
+# ---- the largest norm: this rank returns the (largest of the ranks' norms|norm of its own gradients) ----
 def clip_by_norm(parameters, max_norm):
     gradients, square = squares(parameters)
     dist.all_reduce(square, op=dist.ReduceOp.MAX)

@@ -143,7 +143,7 @@ def roll_call(store, rank, world_size, timeout):
     elif come(keys[:1], timeout) and come(["missing"], timeout + 30):
         missing = store.get("missing").decode()
     if missing:
-        stop(f"{missing} did not come within {timeout:g} s: look above for its error, or a hang", 1)
+        stop(f"{missing} did not come within {timeout:g} s: did it fail (look above), or hang?", 1)
 
 
 def explain(error):
@@ -368,7 +368,7 @@ def settled(*models):
     """Let one forward and backward of each DDP model run here; then put its state_dict() back.
 
     After its first backward, DDP groups gradients anew. That changes the order of additions and, on
-    three ranks or more, the rounding: without it, a resumed run would end with other weights.
+    three ranks or more, the rounding. Without this pass, a resumed run ends with other weights.
     """
     # On the CPU: at a resume, GPUs hold the optimizer's state already.
     states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
@@ -384,7 +384,7 @@ def settled(*models):
 
 
 def same_buffers(*modules):
-    """Give all ranks the buffers of rank 0's modules, BatchNorm's means. Call it on all ranks."""
+    """Give all ranks rank 0's buffers of these modules (BatchNorm's means). All ranks call it."""
     for module in modules:
         for buffer in module.buffers() if isinstance(module, torch.nn.Module) else []:
             take_from(0, buffer)
@@ -404,8 +404,8 @@ def compare(**parts):
     parts: name=object with a state_dict(), or tensors, arrays, numbers, texts, and objects that
     hold such, in tuples, lists, dicts. All ranks call it. It stops at what it cannot look into.
     """
-    states, rows = {name: its.state_dict() if hasattr(its, "state_dict") else its
-                    for name, its in parts.items()}, []
+    states = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in parts.items()}
+    rows = []
     for name, leaf in leaves(states):
         try:
             rows.append((name, *checksum(leaf)))

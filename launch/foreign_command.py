@@ -193,14 +193,14 @@ class Command:
 
         So do programs whose output goes through a pipe or to a file, but for Python's.
         """
-        try:
-            to = os.readlink(f"/proc/{pid}/fd/1")
-        except OSError:
-            return False  # it has closed it, or has ended
         words = _read(pid, "cmdline") or [""]
         told = f"{self.folder}/site" in " ".join(_read(pid, "environ") or [])
         told &= "python" in words[0] and not {"-E", "-I", "-S"} & {*words}
-        return to not in {*self.ends, "/dev/null"} and not told
+        return _stream(pid, 1) not in {*self.ends, "/dev/null", ""} and not told
+
+    def feeders(self, pid, processes):
+        """Return the ids of those that print into a process, as the first of "train | tee log"."""
+        return [other for other in processes if _stream(other, 1) == _stream(pid, 0) != "/dev/null"]
 
     def end(self):
         """Kill all processes of the command, close its streams, and remove its folder.
@@ -375,6 +375,14 @@ def _read(pid, name):
     with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
         return file.read().decode(errors="replace").rstrip("\0").split("\0")
     return None
+
+
+def _stream(pid, number):
+    """Return where a process's stdin (0) or stdout (1) leads, or "": closed, or it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{number}")
+    except OSError:
+        return ""
 
 
 def _stat(pid):

@@ -323,6 +323,10 @@ def kind_of(mark):
     return next(zip(*mark, strict=True))
 
 
+def numbers_of(mark, sign=1):
+    return tuple(sign * number for _, number in mark)
+
+
 # ---- Its processes ----
 
 
@@ -406,7 +410,8 @@ def strike(args, run, kill, command, processes, roles):
     # With the launcher all must end, also what has taken another parent: a daemon.
     kill.heirs = dict.fromkeys(heirs if kill.kind != "launcher" else {*processes} - {pid})
     kill.others = {other for _, other in roles["rank"] or roles["worker"]} - {pid}
-    run.keeps_lines |= any(map(command.keeps_lines, [pid, *heirs]))
+    lost = [pid, *heirs, *command.feeders(pid, processes)]
+    run.keeps_lines |= any(map(command.keeps_lines, lost))
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:  # it has just ended
@@ -480,13 +485,15 @@ def result_of_reference(args, run):
 def judge(args, run, reference):
     """Note why a round has failed, or what it proves."""
     marks = [*reference.marks]
-    numbers = [tuple(number for _, number in mark) for mark in marks]
+    numbers = [numbers_of(mark) for mark in marks]
+    sign = -1 if numbers[:1] > numbers[-1:] else 1  # it may count down
+    numbers = [numbers_of(mark, sign) for mark in marks]
     known = [(at, mark) for at, mark in run.printed if mark in reference.place]
     places = [(at, reference.place[mark]) for at, mark in known]
     # A script that prints every ten steps from its start on prints others when it goes on.
     if numbers == sorted(numbers) and len(known) < len(run.printed):
         places = [(at, reference.place.get(mark, bisect.bisect(
-            numbers, tuple(number for _, number in mark)) - 0.5)) for at, mark in run.printed]
+            numbers, numbers_of(mark, sign)) - 0.5)) for at, mark in run.printed]
     said = {masked(line) for _, line in reference.resumed}
     run.went_on, anew = False, None
     for kill, ahead in zip(run.kills, [*run.kills[1:], None], strict=True):
@@ -565,8 +572,8 @@ def difference(args, reference, run):
     """Return in what the result of a run differs from the undisturbed one, or ""."""
     since = 0
     for kill in reversed(run.kills):  # one that nobody missed costs nothing
-        since = kill.at
-        if kill.restarted or run.count > kill.at:
+        if kill.restarted or kill.kind == "launcher" or run.count > kill.at:
+            since = kill.at
             break
     for words, expected in reference.finals.items():
         results = [result for result in run.results if result[1] == words]

@@ -2,9 +2,12 @@
 
     python benchmarks/watching.py
 
-first     the first 200 steps, in which it looks at each step's time, and at the bits of many
-later     the steps after these
-cpu       seconds of the processor, of all threads of rank 0: what other programs disturb least
+The recorder is in both ranks, and has seen the first 200 steps, in which it looks closely. Then it
+is switched off and on in turns, for 50 steps each. (Switched off, its wrappers are still there: a
+test of a flag for each call.)
+
+ms         of a step
+ms of cpu  of all threads of rank 0 in a step, which other programs disturb least
 """
 
 import os
@@ -13,81 +16,66 @@ import tempfile
 import time
 
 import torch
-from parts.common import (
-    ROOT,
-    alternate,
-    finish,
-    number,
-    paired,
-    parser,
-    process_group,
-    run_ranks,
-    spread,
-)
+from parts.common import ROOT, finish, number, paired, parser, process_group, run_ranks, spread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-FIRST = 200
+FIRST, TURN = 220, 50  # steps
 
 
-def train(rank, world_size, store, records, steps, width):
-    """Return {"first" and "later": [milliseconds of a step, of these on the processor]}."""
-    if records:
-        sys.path.insert(0, str(ROOT / "launch"))
-        import check_training_recorder as recorder
-        recorder.FOLDER = records
-        recorder.install()
-        recorder.begin_anew()
-        recorder.me.live = True
+def train(rank, world_size, store, records, rounds, width):
+    """Return {"bare" and "watched": [[ms, ms of cpu] of a step, for each round]}."""
+    sys.path.insert(0, str(ROOT / "launch"))
+    import check_training_recorder as recorder
+    recorder.FOLDER = records
+    recorder.install()
+    figures, steps = {"bare": [], "watched": []}, FIRST + 2 * TURN * rounds
     with process_group("gloo", store, "watching", rank, world_size):
         torch.manual_seed(0)
         dataset = TensorDataset(torch.randn(64 * steps, width), torch.randn(64 * steps, 1))
         layers = [nn.Linear(width, width) for _ in range(8)]
         model = DDP(nn.Sequential(*layers, nn.Linear(width, 1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-        loader = DataLoader(dataset, 32, sampler=DistributedSampler(dataset))
-        marks = []
-        for step, (x, y) in enumerate(loader):
-            if step in (20, FIRST, steps - 1):
-                marks.append((step, time.perf_counter(), time.process_time()))
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    return {name: [1e3 * (b - a) / (after[0] - before[0]) for a, b in zip(
-        before[1:], after[1:], strict=True)] for name, before, after in zip(
-        ("first", "later"), marks[:2], marks[1:], strict=True)}
+        batches = iter(DataLoader(dataset, 32, sampler=DistributedSampler(dataset)))
 
+        def take(count):
+            before = time.perf_counter(), time.process_time()
+            for _ in range(count):
+                x, y = next(batches)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+            after = time.perf_counter(), time.process_time()
+            return [1e3 * (b - a) / count for a, b in zip(before, after, strict=True)]
 
-def watched(steps, width):
-    with tempfile.TemporaryDirectory() as records:
-        return run_ranks(train, 2, records, steps, width)
+        take(FIRST)
+        for turn in range(rounds):
+            for side in sorted(figures, reverse=turn % 2):
+                recorder.me.live = side == "watched"
+                figures[side].append(take(TURN))
+    return figures
 
 
 def tables(figures):
-    """[(title, columns, rows)] of {side: [{when: [ms, ms of cpu]} of each round]}."""
-    rows = []
-    for when in ("first", "later"):
-        for i, what in enumerate(("ms", "ms of cpu")):
-            bare, seen = ([turn[when][i] for turn in turns] for turns in figures.values())
-            rows.append([f"{when}, {what}", *spread(bare), *paired(seen, bare)])
+    """[(title, columns, rows)] of {side: [[ms, ms of cpu] of each round]}."""
     columns = {"a step": "", "bare": ".2f", "least": ".2f", "most": ".2f",
                "times if watched": ".2f", "from": ".2f", "to": ".2f"}
+    rows = []
+    for i, what in enumerate(("ms", "ms of cpu")):
+        bare, watched = ([turn[i] for turn in figures[side]] for side in ("bare", "watched"))
+        rows.append([what, *spread(bare), *paired(watched, bare)])
     return [("a step of DDP, watched by check_training", columns, rows)]
 
 
 def main():
-    new = parser(__doc__, rounds=5)
-    new.add_argument("--steps", type=number, default=600)
+    new = parser(__doc__, rounds=11)
     new.add_argument("--width", type=number, default=256)
     args = new.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if args.steps <= FIRST + 1:
-        new.error(f"--steps must be more than {FIRST + 1}")
-    figures = alternate({
-        "bare": lambda: run_ranks(train, 2, "", args.steps, args.width),
-        "watched": lambda: watched(args.steps, args.width)}, args.rounds)
-    settings = {"rounds": args.rounds, "steps": args.steps, "width": args.width, "ranks": 2}
+    with tempfile.TemporaryDirectory() as records:
+        figures = run_ranks(train, 2, records, args.rounds, args.width)
+    settings = {"rounds": args.rounds, "width": args.width, "ranks": 2, "steps a turn": TURN}
     finish("watching", args, "cpu", settings, figures, tables(figures))
 
 

@@ -1204,10 +1204,10 @@ def main():
     parser = argparse.ArgumentParser(usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
         description=__doc__.partition("\n")[0])
     parser.error = stop
-    parser.add_argument("--seconds", type=float, default=60, help="end the command after so long "
-        "(60)")
-    parser.add_argument("--stall", type=float, default=30, help="or when it stands still for so "
-        "long")
+    parser.add_argument("--seconds", type=float, default=60,
+        help="end the command so long after the ranks have met; default 60")
+    parser.add_argument("--stall", type=float, default=30,
+        help="or when it stands still for so many seconds; default 30")
     parser.add_argument("--picture", help="write some steps to this SVG")
     parser.add_argument("--json", help="write all that is said to this file")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -1273,7 +1273,7 @@ def report(args, records, status, why, error):
     result = int(any(s[0] == "found" for s in said) or not (runs or alone))
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps({"status": result, "script_status": status,
-            "ended": why, "time": [*lines], "said": [dict(zip(("level", "what", "cost", "read"), s,
+            "ended": why, "lines": lines, "said": [dict(zip(("level", "what", "cost", "read"), s,
             strict=True)) for s in said]}, indent=1) + "\n")
     return result
 

@@ -350,7 +350,7 @@ def verdict(reports, second_hint=False):
 def limit():
     """Return LIMIT, or more on a machine that has other work."""
     load = os.getloadavg()[0] / os.cpu_count() if hasattr(os, "getloadavg") else 1
-    return LIMIT * min(10, max(1, load))
+    return LIMIT * min(5, max(1, load))
 
 
 def run(exercise, world_size, answer=None, context=CONTEXT):

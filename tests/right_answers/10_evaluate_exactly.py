@@ -141,14 +141,15 @@ def accuracy(model, images, labels, batch_size):
 def accuracy(model, images, labels, batch_size):
     mine = torch.arange(len(images))[dist.get_rank() :: dist.get_world_size()]
     data = torch.utils.data.TensorDataset(images[mine], labels[mine])
-    loader = torch.utils.data.DataLoader(data, batch_size, num_workers=1,
+    loader = torch.utils.data.DataLoader(data, 64 * batch_size, num_workers=1,
                                          multiprocessing_context="fork")  # else torch anew in each
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     right = torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        for some, theirs in loader:
-            right += (model(some).argmax(dim=1) == theirs).sum()
+        for many in loader:
+            for some, theirs in zip(*(part.split(batch_size) for part in many), strict=True):
+                right += (model(some).argmax(dim=1) == theirs).sum()
     for part, mode in modes:
         part.training = mode
     dist.all_reduce(right)

@@ -96,7 +96,6 @@ def compare():
                              targets[rank::world_size].split(ROWS), strict=True))
     log(f"{MICRO_BATCHES} micro-batches of {ROWS} rows on each of {world_size} ranks; compared with"
         f" one batch of {rows}")
-
     sent, off = {}, {}
     for name, way in [("DDP as usual", exchange_each_time), ("no_sync, both passes", accumulate),
                       ("no_sync, backward", no_sync_too_late),

@@ -111,13 +111,11 @@ def main():
 def stop_alone_and_together(folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reasons = reasons_to_stop(rank, world_size, folder)
-
     epochs, _, errors = watch(train_alone, reasons["early stopping"])
     if epochs != [3] * world_size or errors[0] or not all(errors[1:]):
         raise RuntimeError(f"one rank left alone, but: epochs {epochs}, errors {errors}")
     log(f"alone:  early stopping  rank 0 left after epoch {epochs[0]}; the others failed in epoch"
         f" {epochs[1] + 1}")
-
     last = world_size - 1
     expected = {"early stopping": (0, 3), "stop file": (0, 2), "time limit": (last, 4),
                 "loss is nan": (last, 1)}  # the rank that wants to stop, and after which epoch

@@ -231,7 +231,6 @@ def show_one_rank(model, optimizer, step, folder):
     log(f"step {loaded}, loaded by 1 rank:  sha256 {digest}")
     if (loaded, digest) != (step, checksum(model, optimizer)):
         raise RuntimeError("one rank did not load what all ranks have saved")
-
     before = flat_weights(model)
     train(single, its_optimizer, step, step + STEPS)
     train(model, optimizer, step, step + STEPS, rank, world_size)

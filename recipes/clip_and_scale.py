@@ -137,7 +137,6 @@ def compare_clipping():
     expected_norm = clip_grad_norm_(whole.parameters(), MAX_NORM).item()
     expected = torch.cat([p.grad.flatten() for p in whole.parameters()])
     log(f"{'one process, float32':<23}  norm {expected_norm:.5g}, step of {expected.norm():.1e}")
-
     off = {}
     for name, way in [("clip after the exchange", clip_after_exchange),
                       ("clip each micro-batch", clip_each_micro_batch),

@@ -128,7 +128,7 @@ def ring_attention(q, k, v, group=None, chunks_of=zig_zag):
     if not q.shape == k.shape == v.shape or q.size(2) % 2:
         raise ValueError("q, k and v need one shape, and an even number of tokens")
     with torch.autocast(q.device.type, enabled=False):  # call backward() outside of autocast, too
-        return RingAttention.apply(q, k, v, group, chunks_of)
+        return RingAttention.apply(q.contiguous(), k, v, group, chunks_of)  # the kernel wants it
 
 
 class RingAttention(torch.autograd.Function):
@@ -249,7 +249,6 @@ def off_by(tokens, name, chunks_of=zig_zag, numbered=False, late=False, mean=Fal
     # The last token of the prompt predicts the first one after it.
     targets = tokens[:, 1:].masked_fill(positions < PROMPT - 1, NO_TARGET)
     cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
-
     model = DDP(Model().double())
     inputs, targets, positions = deal_out(tokens)
     if late:  # shifted in the share, as in a model that shifts its labels

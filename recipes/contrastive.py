@@ -147,7 +147,6 @@ def compare_losses():
     log(f"{PAIRS} pairs on each of {world_size} ranks, compared with {len(first)} pairs in one"
         " process")
     log("gradient of                     the encoder      the scale")
-
     off = {}
     for name, loss in [("AllGather", with_gradient), ("local negatives", local_negatives),
                        ("all_gather alone", without_gradient),

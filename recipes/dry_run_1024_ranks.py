@@ -156,7 +156,6 @@ def train_and_count(way, width, blocks, rows, tensor):
             optimizer.zero_grad()
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
-
         train_one_step()
         with FSDPMemTracker(model, optimizer) as memory, CountCollectives() as sent:
             memory.track_inputs((inputs, targets))
@@ -195,7 +194,6 @@ def compare_with_real(rank, meeting_point):
     real = {way: train_and_count(way, **REAL_JOB) for way in WAYS}
     gc.collect()
     dist.destroy_process_group()
-
     dist.init_process_group("fake", rank=rank, world_size=REAL_RANKS)
     log("bytes       kept: real     dry  peak: real     dry  calls: real          dry")
     for way, (kept, peak, sent) in real.items():

@@ -222,7 +222,6 @@ def compare(me, members, job):
     wrong.net, wrong.optimizer, wrong.step = job.went_on_with
     first = wrong.step
     train(DDP(wrong.net), me, members, wrong, old_share)
-
     rows, lost, off = (STEPS - first) * BATCH, {}, {}
     for way, done in [("shares dealt anew", job), ("old shares kept", wrong)]:
         of_ranks = [None] * len(members)

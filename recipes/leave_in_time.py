@@ -8,8 +8,11 @@
     if step % ASK_EVERY == 0 and any_rank(asked.is_set(), flags):  # at the end of a step
         save(step)  # as in your script: rank 0, say
         dist.barrier(group=flags)  # wait for it: once one rank has left, torchrun ends the others
-        dist.destroy_process_group()
-        sys.exit(128 + signal.SIGTERM)  # not 0, which says that the job has done its work
+        return 128 + signal.SIGTERM  # not 0, which says that the job has done its work
+
+    gc.collect()  # when the function that has your model has returned: its DDP could abort the exit
+    dist.destroy_process_group()
+    sys.exit(status)  # what it returned
 
 SIGTERM is how a job is asked to end: by kill, by Slurm at its time limit, by Kubernetes, by a
 machine that shuts down. torchrun passes it on to its ranks (processes), and kills what is still
@@ -45,6 +48,7 @@ collective call does not run its handler. What ends such a rank in time: leave_o
 template/survive.py.
 """
 
+import gc
 import multiprocessing
 import os
 import re
@@ -82,8 +86,10 @@ def flag_on_sigterm():
     """Return an Event that SIGTERM sets. Ask it with is_set(), after a step: not in the handler,
     which runs between any two instructions, when half of the weights may be updated."""
     asked = threading.Event()
-    signal.signal(signal.SIGTERM,  # a second one, inside set(), would wait for its lock for ever
-                  lambda *_: (signal.signal(signal.SIGTERM, signal.SIG_IGN), asked.set()))
+    # A second one, inside set(), would wait for its lock for ever. (Not SIG_IGN: a program that you
+    # start later, to copy the file, say, would ignore SIGTERM, too.)
+    signal.signal(signal.SIGTERM,
+                  lambda *_: (signal.signal(signal.SIGTERM, lambda *_: None), asked.set()))
     # A process that is forked later, and that you end by terminate(), must obey it.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return asked
@@ -118,7 +124,7 @@ def any_rank(condition, group):
 
 
 def train(way, path):
-    """One rank. way: one of WAYS. Two are right: "asks in each step" and "waits for the save"."""
+    """One rank, its status. Of WAYS, two are right: "asks in each step", "waits for the save"."""
     def save(step):  # rank 0, beside the old file, then moved over it
         if dist.get_rank() == 0:
             time.sleep(LONG_SAVE if way in TO_ONE_RANK and step % SAVE_EVERY else 0.2)
@@ -141,8 +147,7 @@ def train(way, path):
             save(step)
             if way != "leaves without waiting":
                 dist.barrier(group=flags)  # until rank 0 has saved
-            dist.destroy_process_group()
-            sys.exit(128 + signal.SIGTERM)
+            return 128 + signal.SIGTERM
         if step % SAVE_EVERY == 0:
             save(step)
     if way == "asks after each epoch" and any_rank(asked.is_set(), flags):
@@ -198,7 +203,9 @@ def run_job(way, path):
 if __name__ == "__main__":
     if "RANK" in os.environ:  # started by run_job()
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        train(*sys.argv[1:])
+        status = train(*sys.argv[1:])
+        gc.collect()
         dist.destroy_process_group()
+        sys.exit(status)
     else:
         main()

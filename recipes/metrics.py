@@ -112,7 +112,6 @@ def compare_metrics():
     labels = all_labels.split(sizes)[rank]
     log(f"{len(all_scores)} rows, in shares of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}")
     log("metric    one process   over all ranks   mean of the ranks' metrics")
-
     for name, metric, over_all_ranks in [
         ("AUC", auc, lambda: metric_of_all_rows(auc, scores, labels)),
         ("median", median, lambda: metric_of_all_rows(median, scores, labels)),

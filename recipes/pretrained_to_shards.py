@@ -182,7 +182,6 @@ def compare_loads(paths):
     more = sizes["head.weight"] + sizes["head.bias"] + sizes["patches.weight"]
     with torch.no_grad():
         expected = plain(images)
-
     log(f"2 files of {whole} bytes; {largest} in the largest tensor")
     log("                   rank 0 reads    keeps   rank 1 reads    keeps   outputs off by")
     for name, load, right in [

@@ -13,7 +13,9 @@ On one GPU, one torch.manual_seed() at the start is enough. With that alone, all
 draw the same numbers: they drop the same units, and augment their images alike. Nothing fails, but
 there is less variety. So give each rank a seed of its own. Give each step one, too: then the random
 numbers of torch follow from the step's number, and a snapshot need hold nothing else for them.
-(Seed random and NumPy alike, if you use them. For other runs, take a SEED that is far away.)
+(Seed random and NumPy alike, if you use them. For other runs, take a SEED that is far away. No seed
+reaches a generator that your Dataset has made, numpy.random.default_rng(), say: then all workers of
+all ranks draw alike. Make one in __getitem__: recipes/resume_mid_epoch.py, seed_all.)
 
     torchrun --standalone --nproc-per-node=2 recipes/randomness.py
 

@@ -27,10 +27,9 @@ step and the rank.)
 mistake keeps each rank's batch size, and skips as many batches as each rank had done. That is right
 only on the same number of ranks, and loads all that it skips. Count the steps in the training loop,
 as above: the loader's workers are ahead of it. Up to torch 2.15, DataLoader has no state_dict(),
-and DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 (February
-2025) can do it on the same number of ranks: its state is that of one rank. Its maintainers repair
-it, but do not develop it further (June 2026, github.com/meta-pytorch/data/issues/1549). A pull
-request to move it into PyTorch is open (github.com/pytorch/pytorch/pull/166732).
+and DistributedSampler cannot start in the middle. StatefulDataLoader in torchdata 0.11 can do it on
+the same number of ranks: its state is that of one rank. Its maintainers repair it, but do not
+develop it further (June 2026, github.com/meta-pytorch/data/issues/1549).
 
 Now write it yourself: exercises/19_middle_of_an_epoch.py.
 """

@@ -134,12 +134,10 @@ def compare():
         state[name] = hook(model)
         with count_bytes() as counted:
             begins = []
-
             def batches(counted=counted, begins=begins):  # other rows in each step, on each rank
                 for step in range(STEPS):
                     begins.append(len(counted))
                     yield rows(ROWS, step * world_size + dist.get_rank(), teacher)
-
             way(model, batches())
             last[name] = sum(counted[begins[-1]:])
             if name == "local SGD":
@@ -172,7 +170,6 @@ def count_bytes():
     def counting(tensor, *args, **kwargs):
         sizes.append(tensor.nbytes)
         return all_reduce(tensor, *args, **kwargs)
-
     with mock.patch.object(dist, "all_reduce", counting):  # the hooks call it by this name
         yield sizes
 

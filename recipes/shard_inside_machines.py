@@ -176,7 +176,6 @@ def main():
     often = measure("FSDP2", fsdp2, parts=4)
     each = measure("HSDP, all-reduce in each", hsdp, parts=4)
     once = measure("HSDP, all-reduce in the last", hsdp, backward=all_reduce_in_the_last, parts=4)
-
     claims = {
         "a machine holds everything": right[0] == machines * plain[0] == (
             2 * expected.nbytes // per_machine),

@@ -172,7 +172,6 @@ def compare(device):
     ddp_average = train_ddp(DDP(ddp), optimizer, batches)
     everything = bytes_held(ddp, optimizer)
     log("DDP                    {:>8} {:>9} {:>8}".format(*everything))
-
     for name, way, micro_batches in [
             ("FSDP2", shard, 1), ("FSDP2, 2 micro-batches", shard, 2),
             ("only the root", shard_root_only, 1), ("optimizer first", optimizer_first, 1)]:

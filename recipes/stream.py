@@ -17,18 +17,22 @@ Give rank and world_size to your dataset when you make it: in a worker, dist doe
     [rank 0/2] no split                 400 samples delivered, 100 of them different
     [rank 0/2] split by rank            200 samples delivered, 100 of them different
     [rank 0/2] split by rank and worker 100 samples delivered, 100 of them different
+    [rank 0/2] so, but each shuffles    100 samples delivered, 70 of them different
     [rank 0/2] batches on each rank, as if a filter had dropped some: 5, 2
     [rank 0/2] steps that each rank takes with all_have():            2, 2
 
 Without a split, or split by rank only, an epoch shows each sample several times, and nothing fails.
-Use the same num_workers on all ranks. Shares of a stream often differ in length, for example after
-a filter. DistributedDataParallel (DDP) would then wait in backward() for a rank that has no
-batch left. all_have() below ends the epoch on all ranks before that, and drops what the others have
-left. To train on those batches as well, use Join (pitfalls/uneven_inputs.py).
+samples() must come in one order everywhere, but each worker draws random numbers of its own. So
+shuffle by random.Random(SEED + epoch), or after the split: otherwise some samples come twice, and
+others never. Use the same num_workers on all ranks. Shares of a stream often differ in length, for
+example after a filter. DistributedDataParallel (DDP) would then wait in backward() for a rank that
+has no batch left. all_have() below ends the epoch on all ranks before that, and drops what the
+others have left. To train on those batches as well, use Join (pitfalls/uneven_inputs.py).
 """
 
 import itertools
 import os
+import random
 from datetime import timedelta
 
 import torch
@@ -74,6 +78,13 @@ class SplitByRankAndWorker(Stream):
         return itertools.islice(self.samples(), start, None, step)
 
 
+class Shuffled(SplitByRankAndWorker):
+    """Wrong: each worker takes its share of another order."""
+
+    def samples(self):
+        return iter(random.sample(range(SAMPLES), SAMPLES))
+
+
 def all_have(batches):
     """Yield batches until one rank has none left. All ranks must iterate over it.
 
@@ -104,11 +115,13 @@ def deliver():
     log(f"a stream of {SAMPLES} samples; {WORKERS} workers on each of {world_size} ranks")
     for name, split, copies in [("no split", Whole, world_size * WORKERS),
                                 ("split by rank", SplitByRank, WORKERS),
-                                ("split by rank and worker", SplitByRankAndWorker, 1)]:
+                                ("split by rank and worker", SplitByRankAndWorker, 1),
+                                ("so, but each shuffles", Shuffled, None)]:
+        torch.manual_seed(rank)  # the workers' random numbers follow from it
         loader = DataLoader(split(rank, world_size), BATCH_SIZE, num_workers=WORKERS)
         samples = list(itertools.chain(*gathered(torch.cat(list(loader)).tolist())))
         log(f"{name:<24} {len(samples)} samples delivered, {len(set(samples))} of them different")
-        if sorted(samples) != sorted([*range(SAMPLES)] * copies):
+        if copies and sorted(samples) != sorted([*range(SAMPLES)] * copies):
             raise RuntimeError(f"{name}: not every sample is delivered {copies} times")
 
 

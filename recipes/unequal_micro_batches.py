@@ -109,7 +109,6 @@ def compare_weighings():
     whole = new_language_model()  # one process, one batch
     token_loss(whole, *map(torch.cat, zip(*every_batch, strict=True)), "mean").backward()
     expected = flat_gradient(whole)
-
     off = {}
     for name, way in [("sum over all tokens", sum_over_all_tokens),
                       ("mean of means", mean_of_means),

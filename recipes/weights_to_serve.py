@@ -179,7 +179,6 @@ def average_integers(plain):
     """Average a table that never changes: its average must be the same table."""
     def table(model):
         return next(b for name, b in model.named_buffers() if name.endswith("table"))
-
     changed = []
     for way in (AveragedModel.update_parameters, update_average):
         averaged = average_of(plain)
@@ -224,7 +223,6 @@ def load_and_compare(right, wrong, averaged, latest):
 
     def difference(loaded, trained):
         return (loaded(inputs) - trained.eval()(inputs)).abs().max().item()
-
     off = difference(load_plain(right), averaged)
     log(f"averaged.module, loaded by the plain model:   outputs differ by {off:.1e}")
     try:

@@ -105,7 +105,6 @@ def save_record_at_sigterm(folder):
         there.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
     os.register_at_fork(after_in_child=in_fork)
     threading.Thread(target=wait, daemon=True).start()
 

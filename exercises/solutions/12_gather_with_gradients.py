@@ -1,5 +1,6 @@
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 
 class Gather(torch.autograd.Function):
@@ -15,6 +16,7 @@ class Gather(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable  # a second derivative would be wrong
     def backward(ctx, gradient):
         own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
         dist.reduce_scatter_tensor(own, gradient.contiguous())

@@ -1,4 +1,5 @@
 import copy
+import gc
 import io
 import math
 import multiprocessing
@@ -6,6 +7,7 @@ import os
 import runpy
 import time
 import traceback
+import weakref
 from contextlib import redirect_stdout
 from datetime import timedelta
 

@@ -3,7 +3,7 @@
     python benchmarks/watching.py
 
 The recorder is in both ranks, and has seen the first 200 steps, in which it looks closely. Then it
-is switched off and on in turns, for 50 steps each. (Switched off, its wrappers are still there: a
+is switched off and on in turns, for 10 steps each. (Switched off, its wrappers are still there: a
 test of a flag for each call.)
 
 ms         of a step
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-FIRST, TURN = 220, 50  # steps
+FIRST, TURN = 220, 10  # steps
 
 
 def train(rank, world_size, store, records, rounds, width):
@@ -69,7 +69,7 @@ def tables(figures):
 
 
 def main():
-    new = parser(__doc__, rounds=11)
+    new = parser(__doc__, rounds=51)
     new.add_argument("--width", type=number, default=256)
     args = new.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -879,13 +879,15 @@ def resumes(run):
     paths = {e["path"] for e in ours}
     paths |= {e["source"] for e in moves if e["path"] in paths}
     until = max((e["t"] for e in saves if e["path"] in paths), default=0)
+    finished = {r: [p for p in rank.passes.values() if p["count"] > 1 < p["backs"] and p.get("done")
+        and "num_replicas" in p and p["end"] < until] for r, rank in before.ranks.items()}
+    # Of all ranks: one may end its pass only after another has saved.
+    lasts = [e[-1]["epoch"] for e in finished.values() if e and e[-1].get("epoch") is not None]
     for r, passes in trained.items():
-        old = before.ranks[r].passes.values() if r in before.ranks else ()
-        ends = [p for p in old if p["count"] > 1 < p["backs"] and "num_replicas" in p and p.get(
-            "done") and p["end"] < until]
+        ends = finished.get(r)
         if not passes or not ends:
             continue
-        last, next_ = ends[-1].get("epoch"), passes[0].get("epoch")
+        last, next_ = max(lasts, default=None), passes[0].get("epoch")
         begin = [p["crcs"][:2] for p in (passes[0], *ends[:2])]
         if len(ends) > 1 and len(begin[0]) > 1 and begin[0] == begin[1] != begin[2]:
             run.found(f"after the resume the data begin anew ({passes[0]['at']}): the first "

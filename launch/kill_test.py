@@ -663,7 +663,7 @@ def about_reference(args, reference):
 
 
 def step(mark):
-    return " ".join(f"{word} {number}" for word, number in mark[:-1]).strip()
+    return " ".join(f"{word} {number}".strip() for word, number in mark[:-1])
 
 
 def describe(number, run, reference):

@@ -126,7 +126,7 @@ def swapped(folder, script):
         return variant(folder, script, MINE + IN_THE_TEMPLATE)
     text = (ROOT / script).read_text()
     assert {"data", "model", "loss"} <= {*re.findall("# your (data|model|loss)", text)}, "no mark"
-    loader = re.search(r"def fast_loader.*\n.*\n +# Single items: (.*)\n +# (.*)\n", text)
+    loader = re.search(r"def fast_loader.*\n.*\n +# Or, item by item: (.*)\n +# (.*)\n", text)
     more = f"    {loader[1]}\n        {loader[2]}\nSETTLES = {script != ONE}\n"
     if script == ONE:  # whose comment asks for that
         more += "def compare_gradients(*_):\n    pass\n"

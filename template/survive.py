@@ -68,7 +68,7 @@ def start(timeout=600):
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
     # torchrun serves the store before it starts a rank: if it does not answer, it has died since.
-    soon = min(limit, timedelta(seconds=8)) if SHARED_STORE and one_machine else limit
+    soon = min(limit, timedelta(seconds=5)) if SHARED_STORE and one_machine else limit
     try:
         store = dist.TCPStore(  # torchrun's, or rank 0 serves it. Do not wait yet: roll_call does
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=soon,

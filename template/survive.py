@@ -67,13 +67,13 @@ def start(timeout=600):
     if world_size > 64:  # else Gloo connects each rank with each, and its start asks N x N times
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
-    # torchrun serves the store before it starts a rank: if it does not answer, it has died since.
-    soon = min(limit, timedelta(seconds=5)) if SHARED_STORE and one_machine else limit
     try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if SHARED_STORE and one_machine:  # torchrun served it before it started this rank, or died
+            socket.create_connection(address).close()
         store = dist.TCPStore(  # torchrun's, or rank 0 serves it. Do not wait yet: roll_call does
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=soon,
-            is_master=rank == 0 and not SHARED_STORE, wait_for_workers=False, multi_tenant=True)
-        store.set_timeout(limit)
+            *address, timeout=limit, is_master=rank == 0 and not SHARED_STORE,
+            wait_for_workers=False, multi_tenant=True)
         if one_machine:  # torchrun's store still has the addresses of the dead (issue 135712)
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)

@@ -58,7 +58,7 @@ def test_prints_what_its_docstring_shows(tmp_path, name):
     if ranks(name):
         result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name))
     else:
-        result = run(PYTHON, ROOT / f"recipes/{name}.py", cwd=tmp_path, timeout=300)
+        result = run(PYTHON, ROOT / f"recipes/{name}.py", cwd=tmp_path, timeout=900)
     # On a single core, PyTorch warns of a DataLoader with two workers.
     # FSDP2 of torch 2.14 warns of modules that end with a linear layer; Dynamo, of Python 3.13.0.
     known = re.compile("suggested max number|_fsdp_state.py:.* returned a view tensor|slower on Py")

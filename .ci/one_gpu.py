@@ -467,7 +467,7 @@ def check_training(shell):
             name = f"{script}, {'checked' if checked else 'alone'}"
             speeds = re.findall(r"(\d+) (?:images|examples)/s", output)
             found[f"{name}: the last speeds"] = ", ".join(speeds[-4:])
-            found[f"{name}: sha256"] = digest(output) if "identical" in output else "it was cut short"
+            found[f"{name}: sha256"] = digest(output) if "identical" in output else "cut short"
             if checked:
                 found[f"{script}: said"] = output.splitlines()[-8:]
     return found

@@ -78,7 +78,7 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
 
 
 @pytest.mark.parametrize(("name", "options", "status", "said"), [
-    pytest.param(*case, id=case[0], marks=LONG if i % 5 else ()) for i, case in enumerate(CASES)])
+    pytest.param(*case, id=case[0], marks=LONG if i % 9 else ()) for i, case in enumerate(CASES)])
 def test_a_verdict_is_true(tmp_path, name, options, status, said):
     """On scripts that lose their work and seem not to, and the other way round."""
     text = next(text for key, text in SCRIPTS.items() if key.startswith(f"{name} |"))

@@ -52,7 +52,7 @@ def main():
     # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
     # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
     # New in 02: after a restart, this store still holds the addresses of the dead. So take it
-    # here, and put the attempt before each key. (init_process_group would not.)
+    # here, and put the attempt before each key. (By itself, init_process_group does not.)
     store, rank, world_size = next(dist.rendezvous("env://"))  # connects to the store
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
@@ -165,7 +165,7 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """Run DDP once, without a step: after its first backward, it sums in another order."""
-    # A resumed run has its first one later. With three ranks or more, it would round otherwise.
+    # A resumed run has that backward later: on three ranks or more, it would round otherwise.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

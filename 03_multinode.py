@@ -202,7 +202,7 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """Run DDP once, without a step: after its first backward, it sums in another order."""
-    # A resumed run has its first one later. With three ranks or more, it would round otherwise.
+    # A resumed run has that backward later: on three ranks or more, it would round otherwise.
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

@@ -128,7 +128,7 @@ def ring_attention(q, k, v, group=None, chunks_of=zig_zag):
     if not q.shape == k.shape == v.shape or q.size(2) % 2:
         raise ValueError("q, k and v need one shape, and an even number of tokens")
     with torch.autocast(q.device.type, enabled=False):  # call backward() outside of autocast, too
-        return RingAttention.apply(q.contiguous(), k, v, group, chunks_of)  # the kernel wants it
+        return RingAttention.apply(q.contiguous(), k, v, group, chunks_of)  # else wrong, silently
 
 
 class RingAttention(torch.autograd.Function):

@@ -74,7 +74,7 @@ def start(timeout=600):
         store = dist.TCPStore(  # torchrun's, or rank 0 serves it. Do not wait yet: roll_call does
             *address, timeout=limit, is_master=rank == 0 and not SHARED_STORE,
             wait_for_workers=False, multi_tenant=True)
-        if one_machine:  # torchrun's store still has the addresses of the dead (issue 135712)
+        if one_machine:  # torchrun's store has the addresses of the dead (pytorch issue 135712)
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)
         dist.init_process_group(
@@ -514,7 +514,7 @@ def obey_rank(worker):
 
 def leave(finished):
     """Close the connections; if not finished, exit with 143, the status of SIGTERM."""
-    gc.collect()  # frees DDP, if the function that has your model has returned (issue 190489)
+    gc.collect()  # frees DDP, if the function with your model has returned (pytorch issue 190489)
     dist.destroy_process_group()
     if not finished:
         sys.exit(128 + signal.SIGTERM)

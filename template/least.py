@@ -14,7 +14,7 @@ def main():
     survive.seed(0)
     inputs = torch.randn(1024, 10)
     dataset = TensorDataset(inputs, inputs.norm(dim=1, keepdim=True))  # your data
-    # Step 3: share the data. A step takes the same 64 examples, 64 / N on each process.
+    # Step 3: share the data. A step takes 64 examples, 64 / N on each process (of 3: 21, so 63).
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
 

@@ -62,6 +62,7 @@ SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
 PAUSE = 0.05  # seconds between two looks at the processes
 DRAWS = 5  # so often may a round end before its first kill
 LIMIT = 3600  # seconds for the undisturbed run
+PATIENCE = 30  # seconds; more, where the first step takes more than 15, undisturbed
 SILENCE = 60  # seconds without a line after which it is said
 
 
@@ -89,6 +90,8 @@ def test(args):
         reference = play(args, f"{base}/with_files", limit=args.limit or LIMIT)
     result = result_of_reference(args, reference)
     args.has_ranks = "rank" in reference.seen
+    if args.patience is None:  # a rank that is starting ends once it looks for the launcher
+        args.patience = min(300, max(PATIENCE, 2 * next(iter(reference.marks.values()), 0)))
     args.round_limit = args.limit or 10 * reference.seconds + 900
     say(f"undisturbed: {reference.seconds:.1f} s, {result}")
     for text in about_reference(args, reference):
@@ -123,7 +126,7 @@ class Kill:
     name: str = ""
     at: int = 0  # how many lines the command had printed
     last: str = ""  # the last of these
-    # {process that it had started: (how often that has written, bytes in all, bytes at first)}
+    # {process that it had started: (how often that has written, bytes in all, without errors)}
     heirs: dict = field(default_factory=dict)
     others: set = field(default_factory=set)  # the other ranks
     until: float = 0.0  # so long did one of these live
@@ -196,8 +199,8 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
                     ended = ended or run.seconds
                     if not processes:
                         break
-                    if run.seconds - ended > args.patience:
-                        run.failure = f"left behind after {args.patience} s: {names(processes)}"
+                    if run.seconds - ended > (patience := args.patience or PATIENCE):
+                        run.failure = f"left behind after {patience:.0f} s: {names(processes)}"
             silence = run.seconds - run.spoke
             if silence > max(SILENCE, reference.seconds if reference else 0) and not run.silent:
                 run.silent = True
@@ -380,11 +383,12 @@ def watch(args, run, processes, roles, errors):
             if not kill.heirs[pid] or run.seconds - kill.seconds <= args.orphans:
                 kill.heirs[pid] = 0, size, size - errors
                 continue
-            times, before, begin = kill.heirs[pid]
-            times += mapped or size != before
-            kill.heirs[pid] = times, size, begin
-            # Errors are no work: a rank may wait for a dead torchrun's store, and complain.
-            if times >= 3 and (mapped or before - errors > begin) and not run.failure:
+            # Errors are no work: a rank may wait for a dead torchrun's store, and complain. What
+            # was written a look ago has been read by now. "import torch" writes once or twice.
+            times, before, most = kill.heirs[pid]
+            times += mapped or before - errors > most
+            kill.heirs[pid] = times, size, max(most, before - errors)
+            if times >= 5 and not run.failure:
                 run.failure = (
                     f"what the killed {kill.name} had started went on without it for more than"
                     f" {args.orphans} s: {names({pid: processes[pid]})}")
@@ -751,10 +755,10 @@ def parse_args():
             ("kills", 3, "at most so many in a round"),
             ("starts", 8, "start the command at most so often in a round"),
             ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
-            ("patience", 30, "seconds in which all must end once the launcher has ended"),
+            ("patience", None, f"seconds in which all must end after the launcher; {PATIENCE} or more"),
             ("orphans", 2, "seconds in which what a victim has started may still work"),
             ("limit", None, f"seconds for a run; default: {LIMIT}; a round: 900 and 10 such runs")):
-        if name not in ("seed", "limit"):
+        if name not in ("seed", "limit", "patience"):
             text += f"; default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--victims", nargs="+", choices=KINDS, default=KINDS, help="default: all")

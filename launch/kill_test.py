@@ -755,7 +755,7 @@ def parse_args():
             ("kills", 3, "at most so many in a round"),
             ("starts", 8, "start the command at most so often in a round"),
             ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
-            ("patience", None, f"seconds in which all must end after the launcher; {PATIENCE} or more"),
+            ("patience", None, f"seconds for all to end after the launcher; {PATIENCE} or more"),
             ("orphans", 2, "seconds in which what a victim has started may still work"),
             ("limit", None, f"seconds for a run; default: {LIMIT}; a round: 900 and 10 such runs")):
         if name not in ("seed", "limit", "patience"):

@@ -1,6 +1,6 @@
 """Many train it, and may be killed: torchrun --standalone --nproc-per-node=2 template/least.py"""
 
-import survive
+import survive  # before torch
 import torch
 import torch.distributed as dist
 from torch import nn

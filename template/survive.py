@@ -81,7 +81,7 @@ def start(timeout=600):
             backend, store=store, rank=rank, world_size=world_size, timeout=limit,
             device_id=device if device.type == "cuda" else None)  # (xpu: a Gloo group would fail)
     except Exception as error:  # names, store and connections raise different types
-        stop(explain(error), status=1)
+        stop(explain(error, one_machine), status=1)
     show = sys.excepthook
     sys.excepthook = lambda *error: (show(*error), name_the_stopped(error[1], store))
     places = [*enumerate(gathered((socket.gethostname(), f"{device}, pid {os.getpid()}")))]
@@ -146,7 +146,7 @@ def roll_call(store, rank, world_size, timeout):
         stop(f"{missing} did not come within {timeout:g} s: did it fail (look above), or hang?", 1)
 
 
-def explain(error):
+def explain(error, one_machine):
     """Return one line: the likeliest cause, its cure, and what torch said."""
     server, said = "torchrun" if SHARED_STORE else "rank 0", repr(error)[:300]
     cause = (f"look for an error of {server} on {os.environ['MASTER_ADDR']}, or run"
@@ -154,7 +154,7 @@ def explain(error):
     if "remote=[127." in said or "remote=[::1" in said:
         cause = ("a machine gives the others an address that they cannot reach: set"
                  " GLOO_SOCKET_IFNAME to an interface that ip -br address shows")
-    if SHARED_STORE and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         cause = f"a restart finds the addresses of the dead: set {NEW_STORES}"
     return f"{cause} ({said})"
 
@@ -417,8 +417,8 @@ def compare(**parts):
             if len({*row}) > 1:
                 each = dict.fromkeys(row)
                 found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in each)
-                raise RuntimeError(f"the ranks differ in {row[0][0]} ({found[:500]}): if each has"
-                                   " its own, see \"state of a rank\" in template/README.md")
+                raise RuntimeError(f"the ranks differ in {row[0][0]} ({found[:500]}): look for"
+                                   " \"the ranks differ\" in template/README.md")
     return checksum([(name, digest) for name, _, digest in rows])[1]
 
 

@@ -734,9 +734,9 @@ def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
     monkeypatch.setattr(survive, "SHARED_STORE", True)
     known = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node1"}
     monkeypatch.setattr(os, "environ", {**os.environ, **known})
-    for address, count, cause in (("10.0.0.2", 0, "an error of torchrun on node1"),
+    for address, count, cause in (("10.0.0.2", 0, "of torchrun on node1"), ("", 2, "torchrun"),
                                   ("127.0.0.1", 0, "that they cannot reach: set GLOO_SOCKET_IFN"),
-                                  ("::1", 0, "cannot reach"), ("::1", 1, "the dead"), ("", 2, "torchrun")):
+                                  ("::1", 0, "that they cannot reach"), ("::1", 1, "of the dead")):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
         line = survive.explain(OSError(f"remote=[{address}]"), one_machine=count == 2)
         assert cause in line and line.endswith(f"(OSError('remote=[{address}]'))")

@@ -10,7 +10,7 @@
 With fully_shard() (FSDP2), each rank (process) keeps one part of every weight, a shard. Here dcp is
 torch.distributed.checkpoint. Every rank saves its shards, and a table says where each one belongs.
 Later, every rank reads what its own shards need. The other functions stand below. All ranks need
-the folder: on several machines, a shared disk.
+the folder: on several machines, a shared disk. Ranks may have different layers (three_dimensions).
 
     torchrun --standalone --nproc-per-node=2 recipes/checkpoint_any_world_size.py
 
@@ -58,12 +58,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves  # private: all that is in lists and dicts
 
 ROWS, STEPS = 24, 10  # rows of a step over all ranks; steps before the save, and after it
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # ranks may have different weights
 
 
 def save_shards(model, optimizer, step, root, **others):
     """The right way: save into a folder that is new, and move the pointer last.
 
-    root: a folder that all ranks see, on all machines. One job at a time saves in it. If a rank
+    root: a folder that all ranks see, on all machines. One job at a time saves in it. If a write
     fails, CheckpointException is raised on all: "except Exception" does not catch it.
     """
     folder = new_folder(root, step)
@@ -78,7 +79,7 @@ def state_of(model, optimizer, step, **others):
     shards in dicts and lists. What is no shard, buffers too, is one rank's: share it before
     (weights_to_serve.py). Before the optimizer's first step, use this to load, not to save.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=BY_NAME)
     states = {name: other.state_dict() for name, other in others.items()}
     for name, state in states.items():
         # A tuple stays whole. Of a dict, dcp loads only those keys that are there already.
@@ -147,7 +148,7 @@ def load_folder(model, optimizer, folder, group=None, **others):
     state = state_of(model, optimizer, 0, **others)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=state["model"],
-                   optim_state_dict=state["optimizer"])
+                   optim_state_dict=state["optimizer"], options=BY_NAME)
     for name, other in others.items():
         other.load_state_dict(state[name][0] if type(state[name]) is tuple else state[name])
     return state["step"]

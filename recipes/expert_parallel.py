@@ -47,8 +47,7 @@ GradScaler: take bfloat16 by autocast. (FSDP2's MixedPrecisionPolicy leaves the 
 
 The balance is a loss (Fedus, Zoph, Shazeer, Switch Transformers, 2021). Here no token is dropped.
 
-A rank's state_dict() has its own experts only. Save as in checkpoint_any_world_size.py, but with
-StateDictOptions(flatten_optimizer_state_dict=True), in get_ and set_state_dict (tried, not here).
+A rank's state_dict() has its own experts only. To save and load: checkpoint_any_world_size.py.
 """
 
 import gc
@@ -111,7 +110,7 @@ class ExpertParallel(nn.Module):
         self.experts = nn.ModuleDict({str(n): new_expert(n) for n in numbers[rank].tolist()})
 
     def forward(self, tokens):
-        """tokens: (..., width), of this rank. Returns a tensor of this shape, and the balance."""
+        """tokens: (..., width), of this rank. Returns (..., width), and the group's balance."""
         rows = tokens.flatten(0, -2)
         probabilities = self.router(rows).softmax(dim=1)
         weights, chosen = probabilities.topk(self.top, dim=1)  # (n, top) each
@@ -133,7 +132,7 @@ class ExpertParallel(nn.Module):
         arrived.requires_grad_(torch.is_grad_enabled())  # with frozen experts, too
         back = Exchange.apply(self.run_experts(arrived, arriving, loads), receive, send, self.group)
         outputs = back[order.argsort()].unflatten(0, chosen.shape) * weights.unsqueeze(2)
-        dist.all_reduce(counts, group=self.group)  # the shares of the experts in all ranks' tokens
+        dist.all_reduce(counts, group=self.group)  # each expert's share of the group's tokens
         shares = (counts.double() / counts.sum()).to(probabilities.dtype)
         balance = len(shares) * (shares * probabilities.mean(dim=0)).sum()  # 1 if all is even
         return outputs.view(*tokens.shape[:-1], self.top, rows.shape[1]).sum(dim=-2), balance

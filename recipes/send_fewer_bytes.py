@@ -30,7 +30,7 @@ lost. It costs memory; while it sends, PowerSGD holds two more copies of a bucke
 of all gradients). With local SGD, the ranks' weights differ between two averages. Average them on
 all ranks before you evaluate or save, and a BatchNorm's buffers, too. PostLocalSGDOptimizer in
 torch.distributed.optim averages after your optimizer's step, with a PeriodicModelAverager. Unless
-you call no_sync(), or take the post_localSGD_hook, DDP sends the gradients, too.
+you call no_sync(), DDP sends the gradients, too; with post_localSGD_hook, within a machine only.
 
 The losses are those of a small example: compare your own, after equal minutes, too. Fewer bytes
 help only where training waits for the network: time steps with and without model.no_sync().
@@ -72,8 +72,8 @@ def power_sgd(model, use_error_feedback=True):
     """Send an m x n matrix as m x 4 and n x 4 numbers (Vogels et al. 2019, arXiv:1905.13727).
 
     With Gloo, all gradients must be in one bucket, as here: for a larger model, DDP(model,
-    bucket_cap_mb=1000). With several buckets, PowerSGD's exchanges come in different orders on the
-    ranks, and the job aborts or hangs (seen with torch 2.15). NCCL was not tried.
+    bucket_cap_mb=1000). With several buckets, or find_unused_parameters=True, its exchanges come in
+    different orders on the ranks, and the job aborts or hangs (seen here). NCCL was not tried.
     """
     # Biases always are sent whole: they have one dimension.
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10,

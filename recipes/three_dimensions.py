@@ -63,7 +63,7 @@ between the layers over tp. (Not tried here.)
 torchrun numbers the ranks machine by machine, and along the last dimension of a mesh they follow
 each other. So "tp" is last, and its size divides the ranks of a machine. If "tp" stands before
 "dp", clipping fails: "Invalid mesh_dim_names". With one stage, tie the two layers again after
-parallelize_module, which unties them without an error.
+parallelize_module, which unties them without an error. To save: checkpoint_any_world_size.py.
 """
 
 import gc

@@ -37,3 +37,19 @@ save_shards(model, optimizer, 5, root, mean=mean)
 expected, mean = flat(mean.shards), Average(0)
 load_folder(model, optimizer, newest(root), mean=mean)
 check(flat(mean.shards), expected, 1e-9)
+class Part(nn.Module):  # of a pipeline, or of experts: each rank has a layer of its own
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(rank): Block(8)}).to(device)
+    def forward(self, x):
+        return self.layers[str(rank)](x)
+part, root = Part(), f"parts of {world_size}"
+optimizer = torch.optim.AdamW(part.parameters(), lr=0.25)
+take_step(part, optimizer, inputs, targets)
+save_shards(part, optimizer, 6, root)
+take_step(part, optimizer, inputs, targets)
+expected, part = weights(part), Part()
+optimizer = torch.optim.AdamW(part.parameters(), lr=2)
+load_folder(part, optimizer, newest(root))
+take_step(part, optimizer, inputs, targets)
+check(weights(part), expected, 1e-9)

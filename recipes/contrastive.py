@@ -7,11 +7,11 @@
 A contrastive loss compares each sample with its partner and with all others, its negatives. But a
 rank (process) has only its own part of the batch. dist.all_gather fetches the other ranks' rows,
 but no gradient goes back through it. AllGather below is an autograd function that sends the
-gradients back to the ranks from which the rows came. Copy it. torch's own stand in a private
-module: all_gather_single_autograd(rows, 0, dist.group.WORLD) in
-torch.distributed._functional_collectives (torch 2.14: the same gradient).
-(all_gather in torch.distributed.nn.functional is deprecated. With Gloo, its gradient is wrong if
-the one that it gets is not contiguous, without an error: torch 2.14 and 2.15.)
+gradients back to the ranks of these rows. Copy it. A private one of torch has the same gradient:
+torch.distributed._functional_collectives.all_gather_single_autograd(rows, 0, dist.group.WORLD), in
+2.11 all_gather_tensor_autograd. (That of torch.distributed.nn.functional is deprecated. With Gloo,
+its gradient is wrong, without an error, if the one that it gets is not contiguous: 2.14, 2.15.)
+Give DDP both views in one call: with BatchNorm and two calls, torch 2.11 fails in backward().
 
     torchrun --standalone --nproc-per-node=2 recipes/contrastive.py
 

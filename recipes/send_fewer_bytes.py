@@ -72,8 +72,8 @@ def power_sgd(model, use_error_feedback=True):
     """Send an m x n matrix as m x 4 and n x 4 numbers (Vogels et al. 2019, arXiv:1905.13727).
 
     With Gloo, all gradients must be in one bucket, as here: for a larger model, DDP(model,
-    bucket_cap_mb=1000). With several buckets, or find_unused_parameters=True, its exchanges come in
-    different orders on the ranks, and the job aborts or hangs (seen here). NCCL was not tried.
+    bucket_cap_mb=1000). With several buckets, or find_unused_parameters=True, exchanges come in
+    different orders on the ranks, and the job aborts or hangs (torch 2.14, 2.15). NCCL: not tried.
     """
     # Biases always are sent whole: they have one dimension.
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10,

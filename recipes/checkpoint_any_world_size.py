@@ -76,8 +76,8 @@ def state_of(model, optimizer, step, **others):
     """The state to save: the shards of this rank, not copied, and the step.
 
     others: scheduler=scheduler, and all else with a state_dict(): of tensors on the CPU, or of
-    shards in dicts and lists. What is no shard, buffers too, is one rank's: share it before
-    (weights_to_serve.py). Before the optimizer's first step, use this to load, not to save.
+    shards in dicts and lists (by name where layers differ: list items would mix). What is no shard,
+    buffers too, is one rank's: share it first (weights_to_serve.py). Save after the first step.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer, options=BY_NAME)
     states = {name: other.state_dict() for name, other in others.items()}

@@ -17,7 +17,8 @@ One process plays one rank of the job, on a CPU. Make the inputs inside "with fa
 outside: torch reads their numbers. The step must not ask for a value: no loss.item(). It has one
 forward pass: between micro-batches, call memory.reset_mod_stats(). It counts shards of FSDP2, not
 DDP. CountCollectives stands below. FakeTensorMode and FSDPMemTracker are private in torch: they may
-change. In a pipeline, build one stage: PipelineStage() needs input_args= and output_args=, then.
+change. With torch 2.11, pass foreach=False: otherwise the peak counts whole weights that no rank
+holds. In a pipeline, build one stage: PipelineStage() needs input_args= and output_args=, then.
 
     python recipes/dry_run_1024_ranks.py
 
@@ -36,17 +37,16 @@ change. In a pipeline, build one stage: PipelineStage() needs input_args= and ou
 First, 4 real ranks with a tiny model match their dry runs: what they keep and send, byte for byte,
 and the peak up to a tenth. Then one process plays rank 8 of 1,024. "Kept" is what stays between
 steps: weights, gradients and two numbers of Adam for each weight. "Peak" is the most that the rank
-holds at a moment of a step. Activations, which the forward pass keeps for backward(), are most of
-it. What CUDA, NCCL and fragmented memory take comes on top. The other cells are "calls: bytes". A
-call counts with its larger side: the result of an all-gather, the input of a reduce-scatter. On the
+holds at a moment of a step, mostly activations, which the forward pass keeps for backward(). What
+CUDA, NCCL and fragmented memory take comes on top. The other cells are "calls: bytes". A call
+counts with its larger side: the result of an all-gather, the input of a reduce-scatter. On the
 network, an all-reduce moves about twice its size, the others once. All is float32 here. With
-MixedPrecisionPolicy(param_dtype=torch.bfloat16), FSDP2 sends half as much up to torch 2.14. From
-2.15 on, it sends two thirds: gradients travel in float32, unless you pass reduce_dtype, too.
+MixedPrecisionPolicy(param_dtype=torch.bfloat16), FSDP2 sends half as much up to torch 2.14, and two
+thirds from 2.15 on: gradients travel in float32, unless you pass reduce_dtype, too.
 
 FSDP2 (fully_shard) keeps a shard (a part) of each tensor on a rank, and gathers block after block.
-"Root only" is a mistake: without fully_shard() for each block, the whole model is gathered at once.
-The model over the number of ranks, 16.8 MB, does not show this. With TP (tensor parallel), 8 ranks
-compute each block together, on the same rows; their all-reduces carry activations.
+"Root only" is a mistake that "kept" does not show: without fully_shard() for each block, it gathers
+the whole model. With TP (tensor parallel), 8 ranks compute a block, and all-reduce its activations.
 """
 
 import gc
@@ -149,7 +149,7 @@ def train_and_count(way, width, blocks, rows, tensor):
     model = WAYS[way](model, mesh)
     rows *= tensor  # so many ranks share a batch; that of the whole job is the same
     with fake:
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # needs memory in its step
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=torch.__version__ >= "2.12")
         inputs, targets = torch.randn(2, rows, width)  # your data
 
         def train_one_step():
@@ -163,7 +163,7 @@ def train_and_count(way, width, blocks, rows, tensor):
     kept, peak = ({getattr(what, "value", what): size for what, size in
                    memory.get_tracker_snapshot(when)[torch.device("cpu")].items()}
                   for when in ("current", "peak"))
-    return kept["Total"] - kept["Inputs"], peak, sent
+    return kept["Total"] - kept["Inputs"] - kept["Temp"], peak, sent  # Gloo may still hold a "Temp"
 
 
 class FeedForward(nn.Module):

@@ -70,7 +70,7 @@ START = 60  # seconds: the first meeting waits for all processes, at most so lon
 TIMEOUT = timedelta(seconds=10)  # a rank that makes the others wait for longer counts as dead
 # A later meeting waits this long after its first process has come, and leaves out who is not there.
 # A survivor notices a death only in a collective call: yours must be longer than the time between
-# two of them.
+# two of them. If a rank dies while they join, some notice after TIMEOUT only, and may be left out.
 WINDOW = 2  # seconds
 
 

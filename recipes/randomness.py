@@ -4,7 +4,7 @@
     loader = DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, generator=workers)
     for epoch in range(first_epoch, epochs):
         sampler.set_epoch(epoch)  # DistributedSampler's order follows from it, on all ranks alike
-        workers.manual_seed(SEED + epoch * world_size + rank)  # the loader's worker processes
+        workers.manual_seed(SEED + epoch * world_size + rank)  # the loader's, unless they persist
         for step, batch in enumerate(loader, start=epoch * len(loader)):
             torch.manual_seed(SEED + step * world_size + rank)  # for dropout
             ...  # your step
@@ -41,9 +41,9 @@ torch.Generator().manual_seed(SEED + step).
 If you seed only once, the snapshot must hold the states of each rank's random number generators
 (RNG), not only those of rank 0: torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 and, for dropout on a GPU, torch.get_device_module().get_rng_state(). The workers take their seeds
-when an epoch starts (not if they persist): save at its end. To go on in its middle, let the dataset
-seed itself, by epoch and index of the item. Do so, too, with num_workers=0: there, items and
-dropout draw from one generator.
+when an epoch starts: save at its end. To go on in its middle, let the dataset seed itself, by epoch
+and index of the item. Do so, too, with num_workers=0, where items and dropout draw from one
+generator, and with persistent_workers=True, where the workers take a seed in the first epoch only.
 """
 
 import gc

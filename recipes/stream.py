@@ -9,7 +9,7 @@
 An IterableDataset yields samples one after the other, from a file or a queue, and has no index. So
 DistributedSampler cannot split it over the ranks (processes), and DataLoader does not split it over
 its workers: each worker of each rank iterates over a copy of the dataset, from the first sample on.
-Give rank and world_size to your dataset when you make it: in a worker, dist does not know them.
+Give rank and world_size to your dataset when you make it: only forked workers can ask dist.
 
     torchrun --standalone --nproc-per-node=2 recipes/stream.py
 
@@ -23,11 +23,12 @@ Give rank and world_size to your dataset when you make it: in a worker, dist doe
 
 Without a split, or split by rank only, an epoch shows each sample several times, and nothing fails.
 samples() must come in one order everywhere, but each worker draws random numbers of its own. So
-shuffle by random.Random(SEED + epoch), or after the split: otherwise some samples come twice, and
-others never. Use the same num_workers on all ranks. Shares of a stream often differ in length, for
-example after a filter. DistributedDataParallel (DDP) would then wait in backward() for a rank that
-has no batch left. all_have() below ends the epoch on all ranks before that, and drops what the
-others have left. To train on those batches as well, use Join (pitfalls/uneven_inputs.py).
+shuffle by random.Random(SEED + self.epoch), or after the split: otherwise some samples come twice,
+and others never. Set dataset.epoch before each epoch, and leave out persistent_workers: these would
+keep the first one, and its order. Use the same num_workers on all ranks. Shares of a stream often
+differ in length, for example after a filter. DistributedDataParallel (DDP) would then wait in
+backward() for a rank that has no batch left. all_have() below ends the epoch on all ranks before,
+and drops what the others have left. To train on it, use Join (pitfalls/uneven_inputs.py).
 """
 
 import itertools
@@ -43,7 +44,7 @@ SAMPLES, BATCH_SIZE, WORKERS = 100, 10, 2  # BATCH_SIZE and WORKERS: on each ran
 
 
 class Stream(IterableDataset):
-    """Your stream. rank and world_size come from the main process: dist cannot tell a worker."""
+    """Your stream. rank and world_size come from the main process."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
@@ -128,8 +129,7 @@ def deliver():
 def end_together():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = list(DataLoader(SplitByRankAndWorker(rank, world_size), BATCH_SIZE))  # no workers
-    if rank > 0:
-        del batches[len(batches) // 2 :]
+    batches = batches[: len(batches) // 2] if rank > 0 else batches
     steps = 0
     for _ in all_have(batches):
         dist.all_reduce(torch.ones(1))  # your step: DDP waits in backward(), too

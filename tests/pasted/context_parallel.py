@@ -20,7 +20,7 @@ ring_attention = of_ranks
 # PASTE3
 check(gradient(model), gradient(plain))
 assert len(positions) == 24 // world_size, f"{len(positions)} tokens on a rank"
-# A group, and bfloat16: the sums over blocks are float32.
+# A group, bfloat16 (the sums over blocks are float32), and a q whose rows are not contiguous.
 group = dist.new_subgroups_by_enumeration([[0], [*range(1, world_size)]])[0]
 whole = torch.randn(4, 1, 2, 24, 8).bfloat16()
 leaves, own = whole[:3].double().requires_grad_(), own_positions(24, device, group)
@@ -28,7 +28,7 @@ expected = scaled_dot_product_attention(*leaves, is_causal=True)
 expected.backward(whole[3].double())
 parts = whole[:3, ..., own, :].requires_grad_()
 with torch.autocast("cpu", torch.bfloat16):
-    found = ring_attention(*parts, group=group)
+    found = ring_attention(parts[0].mT.contiguous().mT, *parts[1:], group=group)
 found.backward(whole[3][..., own, :])
 for one, other in ((found, expected), (parts.grad, leaves.grad)):
     check(one, other[..., own, :], 1e-2)

@@ -1,4 +1,5 @@
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+dist.barrier()  # one that left early would break the connections of those that still start
 dist.destroy_process_group()
 meet.__globals__["WINDOW"] = 2 if last == 1 else 6  # two survivors must not miss each other
 RANKS, me, job = world_size, rank, Job()

@@ -8,6 +8,7 @@ def save(step):
 def train():
     model = DDP(Model())  # it holds the process group
     models.append(weakref.ref(model))
+    model.cycle = [model]  # in a reference cycle, as DDP is by itself at times
     for step, batch in enumerate(loader, 1):
         model(inputs).sum().backward()
         if step == 30 and rank == last:

@@ -388,7 +388,7 @@ def watch(args, run, processes, roles, errors):
             times, before, most = kill.heirs[pid]
             times += mapped or before - errors > most
             kill.heirs[pid] = times, size, max(most, before - errors)
-            if times >= 5 and not run.failure:
+            if times >= 4 and not run.failure:
                 run.failure = (
                     f"what the killed {kill.name} had started went on without it for more than"
                     f" {args.orphans} s: {names({pid: processes[pid]})}")

@@ -500,17 +500,18 @@ def judge(args, run, reference):
             numbers, numbers_of(mark, sign)) - 0.5)) for at, mark in run.printed]
     said = {masked(line) for _, line in reference.resumed}
     run.went_on, anew = False, None
-    for kill, ahead in zip(run.kills, [*run.kills[1:], None], strict=True):
-        end = ahead.at if ahead else math.inf
+    for number, kill in enumerate(run.kills):
         kill.place = max((place for at, place in places if at <= kill.at), default=None)
+        if not kill.restarted:  # nobody missed it: what follows is due to the kill before
+            continue
+        ahead = next((other for other in run.kills[number + 1 :] if other.restarted), None)
+        end = ahead.at if ahead else math.inf
         at, kill.line = next(((at, line) for at, line in run.resumed if kill.at < at <= end
                               and masked(line) not in said), (kill.at, ""))
         after = [place for where, place in places if kill.at < where <= end]
         later = [place for where, place in places if at < where <= end]
         if kill.place is not None and later:
             kill.again = max(0, min(kill.place, max(later)) - min(later) + 1)
-        if not kill.restarted:
-            continue
         if kill.place is None or reference.cyclic:
             run.went_on |= bool(kill.line or after and min(after) > 0 and not reference.cyclic)
         elif after and min(after) <= 0:

@@ -235,9 +235,23 @@ def wrappers(run):
                 "nobody")
 
 
+def buffers(run):
+    """Buffers other than BatchNorm's differ between the ranks in the ninth step: codebooks, queues,
+    running figures. Asked: a rank may have some of its own (a cache, its number)."""
+    for number, note in run.ddp.items():
+        rows = [e["bits"] for e in run.any("buffers") if e["ddp"] == number and e["r"] in
+            note["group"]]
+        odd = [name for name in (rows or [{}])[0] if differ(row.get(name) for row in rows)]
+        if odd and "weights" not in run.causes:
+            run.asked(f"buffers of the model ({note['at']}) differ between the ranks in step 9: "
+                f"{', '.join(odd[:3])}", "each rank fills its own, and rank 0's " + ("go to all "
+                "before each forward" if note["buffers"] else "alone are saved, mostly"), WRONG)
+
+
 def numbers(run):
-    """The learning rate, or GradScaler's scale, differs by rank at the same step. Alike: stages of
-    a split model (its ranks' optimizers have other parameters)."""
+    """The learning rate, or GradScaler's scale, differs by rank at the same step, or will: a
+    schedule goes by figures that differ. Alike: stages of a split model (its ranks' optimizers have
+    other parameters)."""
     for key, have, common in run.optimizers():
         notes = [run.ranks[r].optimizers[key] for r in have]
         if not any(notes[0]["names"]) or differ([n["shapes"], n["names"]] for n in notes):
@@ -250,7 +264,14 @@ def numbers(run):
                 row = {r: s[odd[0]] for r, s in have.items()}
                 run.found(f"the {name} from step {odd[0] + 1} on ({row[min(row)]['at']}): " +
                     "; ".join(", ".join(f"{n:.3g}" for n in e[what]) + f" on rank {r}" for r, e in [
-                    *row.items()][:4]), cure, read)
+                    *row.items()][:4]), cure, read, once=name)
+    rows = [[e["value"] for e in row] for row in zip(*run["plateau"].values(), strict=False)]
+    far = [row for row in rows if max(row) - min(row) > 1e-3 * max(map(abs, row))]
+    if run.ddp and most(len(far), len(rows), 2):
+        run.asked(f"ReduceLROnPlateau ({run.any('plateau')[0]['at']}) is given another figure on "
+            "each rank: " + on_each({r: f"{n:.4g}" for r, n in zip(run.ranks, far[0], strict=False)
+            }), "it will lower the rate on some ranks before others: all_reduce the figure before",
+            "recipes/agree.py", once="learning rates differ")
 
 
 def apart(run):
@@ -917,14 +938,21 @@ def settings(run):
             "wait for each other",
             f"torch.set_num_threads({max(1, one.cores // max(1, one.local))})",
             "benchmarks/README.md")
+    lost = collections.defaultdict(set)
     for e in run.any("call"):
+        if "lost" in e:
+            lost[e["at"], e["r"]].add(e["lost"])
         if e.get("one"):
             run.found(f"all_gather at {e['at']} is given one tensor under {run.world} names: all "
                 "slots hold the last rank's", "make them by a comprehension, not by [t] * n")
+    for (at, _), values in lost.items():
+        if len(values) > 2:  # no warm-up, and no barrier
+            run.asked(f"nothing holds the tensor that all_reduce at {at} is given: its sums are "
+                "lost", "they come in the tensor itself, and it returns None: give it a name")
 
 
-RULES = [no_group, alone, calls, wrappers, numbers, apart, told_wrong, splits, same_batches,
-    whole_set, order_again, overlap, batches_again, shares, empty, modes, draws,
+RULES = [no_group, alone, calls, wrappers, buffers, numbers, apart, told_wrong, splits,
+    same_batches, whole_set, order_again, overlap, batches_again, shares, empty, modes, draws,
     evaluations, gradients, clipping, summed, schedules, made_anew, files, resumes, settings]
 
 
@@ -1147,7 +1175,7 @@ def cpu(command):
 
 def watch(args, records):
     """Run the command. Return (its status or None, why it was ended, its error)."""
-    site = f"{records}/site"
+    site = f"{records}/site-packages"  # so error() takes the recorder for a package
     os.mkdir(site)
     here = os.path.dirname(os.path.abspath(__file__))
     os.symlink(f"{here}/check_training_recorder.py", f"{site}/sitecustomize.py")
@@ -1167,7 +1195,7 @@ def watch(args, records):
         lines = command.read(0.2, echo=echo)
         new = {name: os.path.getsize(f"{records}/{name}") if name.endswith("jsonl")
             else pathlib.Path(f"{records}/{name}").read_bytes() for name in os.listdir(records)
-            if name != "site"}
+            if name != "site-packages"}
         if not joined and any(name.endswith("jsonl") for name in new):
             joined, begun = True, time.monotonic()  # its start is not counted
         still = time.monotonic() - moved
@@ -1247,8 +1275,9 @@ def report(args, records, status, why, error):
     trained = any(rank.steps for rank in (*alone, *(r for run in runs for r in run.ranks.values())))
     if not runs and not alone:
         lines.append(f"no process came to training within {args.seconds:g} s: --seconds gives it "
-            "more" if why == "seconds" else "no process of the command was seen to train: python "
-            "-I and -E, and a PYTHONPATH that the script sets anew, keep the recorder out")
+            "more" if why == "seconds" else "no process came to training" if status else "no "
+            "process of the command was seen to train: python -I and -E, and a PYTHONPATH that the "
+            "script sets anew, keep the recorder out")
     elif not trained:
         lines.append("no optimizer of torch took a step, so there was nothing to judge. Did it "
             "find a finished checkpoint? Then start it in a new folder")

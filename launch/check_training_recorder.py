@@ -77,6 +77,13 @@ def sample(tensor, most):
     return zlib.crc32(ctypes.string_at(part.data_ptr(), part.nbytes)), part
 
 
+def alone(tensor):
+    """Whether no other tensor has a part of this one's memory."""
+    mine, one = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor,
+        torch.empty(1, device="cpu")))
+    return mine == one
+
+
 def bits(tensor, most=16384):
     return sample(tensor, most)[0]
 
@@ -199,7 +206,7 @@ def wrap(owner, name, before=None, after=None, also=(), closed=False, whatever=F
         finally:
             busy.add(True)
             if after and (whatever or result is not RAISED):
-                me.safely(after, value, result, args, kwargs)
+                me.safely(*after.split(), value, result, args, kwargs)
             busy -= {key, True}
 
     # To whoever looks at the stack (torch's flight recorder, say), it is a part of torch.
@@ -323,8 +330,11 @@ class Me:
         return self.groups[name]
 
     def enter_call(self, name, args, kwargs):
-        tensors = [*tensors_in([*args[:2], *kwargs.values()])]
         group, what = self.group_of(args, kwargs), {"name": name, "at": where()}
+        if name == "all_reduce" and args and sys.getrefcount(args[0]) == 2 and (  # args' own
+                readable(args[0], self.steps()) and alone(args[0])):
+            what["lost"] = bits(args[0])
+        tensors = [*tensors_in([*args[:2], *kwargs.values()])]
         i = self.count(f"in {group}")
         if tensors:
             first = tensors[0]
@@ -455,6 +465,15 @@ class Me:
             anomaly=torch.is_anomaly_enabled(), double=any(p.dtype == torch.float64
             for p in params))
 
+    def buffers(self, i):
+        """Note the buffers of DDP's modules that are not BatchNorm's."""
+        for ddp, (number, _) in list(self.wrappers.items()):
+            norms = {id(b) for m in ddp.module.modules() if hasattr(m, "num_batches_tracked")
+                for b in m.buffers()}
+            own = {name: bits(b) for name, b in list(ddp.module.named_buffers())[:1000]
+                if id(b) not in norms and readable(b, i)}
+            self.note("buffers", ddp=number, bits=own)
+
     def before_step(self, optimizer):
         self.begin()
         known = self.optimizers.get(optimizer)
@@ -466,6 +485,8 @@ class Me:
         if looked(i) and (params := parameters_of(optimizer)):
             if known["listed"] != len(params) or i == 8:
                 self.describe(optimizer, known, params)
+            if i == 8 and self.count("buffers") == 0:
+                self.buffers(i)
             if known["backs"] == self.backwards:  # gradients by hand, or within step()
                 known["dirty"] = False
             mine = [(name, p) for p in params for ref, _, name, grad in [self.parameters.get(id(p),
@@ -630,17 +651,15 @@ class Me:
                     thing, n) for n in ("total_steps", "T_max", "total_iters") if hasattr(thing,
                     n)), None), of=[id(s) for s in getattr(thing, "_schedulers", ())])
 
-    def made_one(self, kind, _, args, kwargs):
+    def made_one(self, kind, _, result, args, kwargs):
         self.made[args[0]] = kind, where()
 
-    def made_schedule(self, _, result, args, kwargs):
-        self.made_one("schedule", None, args, kwargs)
-
-    def made_average(self, _, result, args, kwargs):
-        self.made_one("average", None, args, kwargs)
-
-    def stepped(self, *_):
+    def stepped(self, _, result, args, kwargs):
         self.count("scheduled")
+        value = args[1] if len(args) > 1 else kwargs.get("metrics")
+        if hasattr(args[0], "num_bad_epochs") and self.count("plateau") < 300 and (not
+                torch.is_tensor(value) or readable(value, self.steps())):
+            self.note("plateau", at=where(), value=float(value))
 
     def chosen(self, _, result, args, kwargs):
         """Subset(dataset, indices), also by random_split."""
@@ -762,10 +781,10 @@ def install():
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap(clip_grad, name, None, "clipped", also=[torch.nn.utils])
     wrap(torch.amp.GradScaler, "scale", None, "scaled")
-    wrap(lr_scheduler.LRScheduler, "__init__", None, "made_schedule")
+    wrap(lr_scheduler.LRScheduler, "__init__", None, "made_one schedule")
     for kind in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
         wrap(kind, "step", None, "stepped")
-    wrap(swa_utils.AveragedModel, "__init__", None, "made_average")
+    wrap(swa_utils.AveragedModel, "__init__", None, "made_one average")
     for name in ("__init__", "_reset"):
         wrap(dataloader._BaseDataLoaderIter, name, None, "begin_pass")
     wrap(dataloader._BaseDataLoaderIter, "__next__", "begin_batch", "end_batch", whatever=True)

@@ -17,6 +17,17 @@ MOVE, LOSS, ZERO, BACK = map(line, ("x, y = ", "loss = ", "optimizer.zero", "los
 STEP, REDUCE, RANK_0, SAVE = map(line, ("optimizer.step", "dist.all_red", "if dist.get",
     "torch.save"))
 GELU, SEED = "nn.GELU(),", "    torch.manual_seed(dist.get_rank())\n"
+BOOK = """    class Book(nn.Module):  # a buffer of its own, which moves in each forward
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("book", torch.zeros(64))
+
+        def forward(self, x):
+            mean = x.detach().mean(0)
+            self.book.mul_(0.9).add_(mean)
+            return nn.functional.gelu(x)
+
+"""
 NORM, DROP = "nn.GELU(), nn.BatchNorm1d(64),", "nn.GELU(), nn.Dropout(0.1),"
 
 
@@ -109,6 +120,14 @@ MISTAKES = {
                 BACK: "            scaler.scale(loss).backward()\n",
                 STEP: "            scaler.step(optimizer); scaler.update()\n"}, "numbers",
                "found: the scales of GradScaler differ from step 1 ", "scaler.step", False),
+    "plateau": ({**after(OPT, "p = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)"),
+                 **before(REDUCE, "p.step(loss_sum * (1 + dist.get_rank()))")}, "numbers",
+        "question: ReduceLROnPlateau .* another figure on each rank", "p.step(", False),
+    "buffers": ({DATA: BOOK + DATA, GELU: "Book(),"}, "buffers",
+                "question: buffers of the model .* differ between the ranks in step 9: 1.book",
+                WRAP, False),
+    "lost sums": ({"all_reduce(loss_sum)": "all_reduce(loss_sum.clone())"}, "settings",
+                  "question: nothing holds the tensor that all_reduce", "all_reduce(", False),
     "no group": ({}, "no_group", "found: 2 processes train, and none calls", None, False),
     "wrapper on rank 0": ({GELU: NORM, SAVE: SAVE + (
         "            with __import__('contextlib').suppress(RuntimeError):\n"
@@ -150,6 +169,8 @@ MISTAKES = {
 OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
     "no group": ["docs/one_process.py"],
     "no state": ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2],
+    "saved before the others": ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512,
+                                "--crash-epoch", 2],
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
@@ -172,6 +193,23 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
                                         ".__dict__.get('n', [])) % 4 == 3; loss = "),
                      STEP: "            if len(n) % 4 == 0: optimizer.step(); "
                            "optimizer.zero_grad()\n"},
+    "equal buffers": {GELU: "Book(),", DATA: BOOK.replace("mean(0)\n", (
+        "mean(0)\n            dist.all_reduce(mean); dist.all_reduce(torch.ones(1))\n")) + DATA},
+    "saved before the others": {  # rank 1 ends its epoch after rank 0 has saved it
+        "        if epoch == args.crash": (
+            "        if rank == 0:\n"
+            "            save({'model': model.module.state_dict(), 'optimizer': optimizer"
+            ".state_dict(), 'next_epoch': epoch + 1}, args.snapshot_path)\n"
+            "            open(f'saved {epoch}', 'w').close()\n"
+            "        if epoch == args.crash"),
+        "    for images, labels in tqdm(": (
+            "    import builtins; builtins.epoch = getattr(builtins, 'epoch', 0) + 1\n"
+            "    for images, labels in tqdm("),
+        "        total[1] += len(labels)\n": (
+            "        total[1] += len(labels)\n"
+            "        while dist.get_rank() and total[1] == 4096 and (\n"
+            "                not os.path.exists(f'saved {epoch}')): time.sleep(0.01)\n"),
+        "    dist.all_reduce(total)  # in place: the sums over all ranks\n": ""},
     "LBFGS": {OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n", ZERO: (
         "            def closure():\n                optimizer.zero_grad(); loss = nn.functional"
         ".mse_loss(model(x), y); loss.backward(); return loss\n"), BACK: "",

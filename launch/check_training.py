@@ -267,7 +267,7 @@ def numbers(run):
                     *row.items()][:4]), cure, read, once=name)
     rows = [[e["value"] for e in row] for row in zip(*run["plateau"].values(), strict=False)]
     far = [row for row in rows if max(row) - min(row) > 1e-3 * max(map(abs, row))]
-    if run.ddp and most(len(far), len(rows), 2):
+    if run.ddp and run.whole and most(len(far), len(rows), 2):
         run.asked(f"ReduceLROnPlateau ({run.any('plateau')[0]['at']}) is given another figure on "
             "each rank: " + on_each({r: f"{n:.4g}" for r, n in zip(run.ranks, far[0], strict=False)
             }), "it will lower the rate on some ranks before others: all_reduce the figure before",
@@ -1046,9 +1046,8 @@ def picture(run):
     steps = [i for i in common if i > 2 and {i - 1, i + 3} <= {*common}] or common[1:]
     first = next(iter(rows.values()))
 
-    def length(i):
-        return first[i]["end"] - first[i - 1]["end"] if i - 1 in first else 0
-    middle = sorted(steps, key=length)[len(steps) // 2]
+    middle = sorted(steps, key=lambda i: first[i]["end"] - first.get(i - 1, first[i])["end"])[len(
+        steps) // 2]
     shown = [i for i in range(middle, middle + 4) if i in common]
     start = min(row[middle - 1]["end"] for row in rows.values() if middle - 1 in row)
     end = max(row[shown[-1]]["end"] for row in rows.values())

@@ -242,6 +242,9 @@ class Me:
                 with open(f"{FOLDER}/{os.getpid()}.failed", "w") as file:
                     traceback.print_exc(file=file)
 
+    def install(self):
+        install()
+
     def count(self, kind):
         """How often that has been before."""
         self.counts[kind] = self.counts.get(kind, -1) + 1
@@ -332,7 +335,7 @@ class Me:
     def enter_call(self, name, args, kwargs):
         group, what = self.group_of(args, kwargs), {"name": name, "at": where()}
         if name == "all_reduce" and args and sys.getrefcount(args[0]) == 2 and (  # args' own
-                readable(args[0], self.steps()) and alone(args[0])):
+                not kwargs.get("async_op") and readable(args[0], self.steps()) and alone(args[0])):
             what["lost"] = bits(args[0])
         tensors = [*tensors_in([*args[:2], *kwargs.values()])]
         i = self.count(f"in {group}")
@@ -704,9 +707,9 @@ class Me:
         """A state_dict() shares the model's memory: remember at which step it was made."""
         if len(self.states) > 200:
             self.states = {k: v for k, v in self.states.items() if v[0]() is not None}
-        if first := next(tensors_in(result), None) is not None:
-            first = next(tensors_in(result)).data_ptr()
-            self.states[id(result)] = weakref.ref(result), self.steps(), first, weakref.ref(args[0])
+        for first in [*tensors_in(result)][:1]:
+            self.states[id(result)] = (weakref.ref(result), self.steps(), first.data_ptr(),
+                weakref.ref(args[0]))
 
     def outdated(self, state):
         """By how many steps a state_dict(), which shares its memory with the model, is older."""
@@ -809,12 +812,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
         def then_install(module):
             execute(module)
-            try:
-                install()
-            except Exception:
-                me.live = False
-                with open(f"{FOLDER}/{os.getpid()}.failed", "w") as file:
-                    traceback.print_exc(file=file)
+            me.safely("install")
         spec.loader.exec_module = then_install
         return spec
 

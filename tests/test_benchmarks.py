@@ -24,7 +24,8 @@ SMALLEST = {
     "network": ["--rounds=1", "--batches=2", "--layers=2", "--width=64", "--rows=8", "--rates",
                 "500mbit", "--machines", 1, 2, 4],
     "recovery": ["--rounds=1", "--megabytes", 0.1],
-    "startup": ["--rounds=1", "--only", "01"]}
+    "startup": ["--rounds=1", "--only", "01"],
+    "watching": ["--rounds=1", "--width=8"]}
 RESULTS = {path: json.loads(path.read_text()) for path in sorted(FOLDER.glob("results/*.json"))}
 PAGE = (FOLDER / "README.md").read_text()
 

@@ -282,6 +282,16 @@ def draw_startup(result):
     return {"": figure}
 
 
+def draw_watching(result):
+    figure, [ax] = new_figure(1, 2.4)
+    rows = find_table(result, "a step")["rows"]
+    bars(ax, *(column(rows, name) for name in ("a step", "times if watched", "from", "to")),
+         lambda v: f"{v:.2f}", lambda name: BLUE)
+    ax.axvline(1, color="#555555", linestyle="--")
+    figure.suptitle("A step watched by check_training, in times one that is not", x=0.01, ha="left")
+    return {"": figure}
+
+
 DRAW = {
     "throughput": draw_throughput,
     "scaling": draw_scaling,
@@ -290,6 +300,7 @@ DRAW = {
     "network": draw_network,
     "recovery": draw_recovery,
     "startup": draw_startup,
+    "watching": draw_watching,
 }
 
 

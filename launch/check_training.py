@@ -64,8 +64,9 @@ class Rank:
         for event in self.kinds["after"]:
             self.passes[event["p"]]["after"] = event["backs"]
         self.has = {event["what"] for event in self.kinds["has"]}
-        self.left = bool(self.kinds["left"] or self.kinds["exit"])
-        self.count = max((e["i"] + 1 for e in self.kinds["spans"]), default=0)
+        self.left = self.kinds["left"] + self.kinds["exit"]
+        self.count = max([e["i"] + 1 for e in self.kinds["spans"]] + [e["steps"] for e in self.left
+            if e["steps"]], default=0)
 
     def training(self):
         """Its passes over loaders in which there was a backward(), by the lines that made them."""
@@ -518,7 +519,8 @@ def overlap(run):
         if len(known) == len(run.ranks) and not differ(p["length"] for p in firsts):
             run.asked(f"each rank has another dataset ({at}), and a DistributedSampler takes 1 of "
                 f"{run.world} items of it", "is it made of random numbers without a seed, or "
-                "shared out twice? The rest is never seen", "pitfalls/unseeded_dataset.py")
+                "shared out twice? The rest is never seen", "pitfalls/unseeded_dataset.py",
+                once="other sets")
         if differ((p["data"], p.get("epoch")) for p in firsts) or not all(p.get("done")
                 for p in firsts):
             continue

@@ -314,7 +314,7 @@ class Me:
         for known in list(self.recent.values()):
             self.end_pass(known, False)
         self.after_pass()
-        self.note(kind)
+        self.note(kind, steps=self.steps())
 
     def has(self, what, *_):
         """Note once that the script uses something that the rules must know of."""

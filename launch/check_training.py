@@ -750,7 +750,7 @@ def clipping(run):
                 "clips nothing: no gradient is in what it is given (another model's parameters, a "
                 "generator that was read before)")), (lambda e: e["n"] and not e["owned"],
                 "clips parameters of no optimizer")):
-            if most(len([e for e in clips if wrong(e)]), len(clips)):
+            if most(len([e for e in clips if wrong(e)]), len(clips)) and rank.steps:
                 run.found(f"clip_grad_norm_ at {clips[0]['at']} {what}", "", CLIP)
 
 
@@ -931,11 +931,11 @@ def settings(run):
     if debug:
         run.found(f"debugging is on: {', '.join(debug)}", "it slows each step down; switch it off "
             "for a long job")
-    if any(n["double"] for n in notes):
+    if any(n["double"] for n in notes) and one.count > 7:
         run.asked("the weights are in double precision (float64)", "twice the memory and the "
             "exchange; is it meant so?")
     threads = max((n["threads"] for n in notes if n["device"] == "cpu"), default=0)
-    if threads * one.local > 2 * one.cores and threads > 1:
+    if threads * one.local > 2 * one.cores and threads > 1 and one.count > 7:
         run.found(f"{one.local} ranks with {threads} threads each share {one.cores} cores: they "
             "wait for each other",
             f"torch.set_num_threads({max(1, one.cores // max(1, one.local))})",
@@ -948,7 +948,7 @@ def settings(run):
             run.found(f"all_gather at {e['at']} is given one tensor under {run.world} names: all "
                 "slots hold the last rank's", "make them by a comprehension, not by [t] * n")
     for (at, _), values in lost.items():
-        if len(values) > 2:  # no warm-up, and no barrier
+        if len(values) > 2 and notes:  # no warm-up, no barrier, no trial of the network
             run.asked(f"nothing holds the tensor that all_reduce at {at} is given: its sums are "
                 "lost", "they come in the tensor itself, and it returns None: give it a name")
 

@@ -210,6 +210,9 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
             "        while dist.get_rank() and total[1] == 4096 and (\n"
             "                not os.path.exists(f'saved {epoch}')): time.sleep(0.01)\n"),
         "    dist.all_reduce(total)  # in place: the sums over all ranks\n": ""},
+    "no optimizer": {OPT: "", ZERO: "            model.zero_grad()\n", STEP: (
+        "            nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+        "            for p in model.parameters(): p.data -= 0.05 * p.grad\n")},
     "LBFGS": {OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n", ZERO: (
         "            def closure():\n                optimizer.zero_grad(); loss = nn.functional"
         ".mse_loss(model(x), y); loss.backward(); return loss\n"), BACK: "",

@@ -465,8 +465,8 @@ class Me:
             shapes=[list(p.shape) for p in params], threads=torch.get_num_threads(), ids=zlib.crc32(
             str([*map(id, params)]).encode()), device=params[0].device.type, keeps=any(g.get(
             "momentum") or "betas" in g for g in optimizer.param_groups),
-            anomaly=torch.is_anomaly_enabled(), double=any(p.dtype == torch.float64
-            for p in params))
+            anomaly=torch.is_anomaly_enabled(), double=torch.get_default_dtype() != torch.float64
+            and any(p.dtype == torch.float64 for p in params))
 
     def buffers(self, i):
         """Note the buffers of DDP's modules that are not BatchNorm's."""

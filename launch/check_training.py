@@ -185,8 +185,8 @@ def alone(run):
         for at in sorted({at for line in lines.values() for at in line}):
             have = [r for r, line in lines.items() if at in line]
             totals = [sum(line.values()) for line in lines.values()]
-            if len(have) < len(lines) and note["buffers"] and "join" not in run.has and (differ(
-                    totals) and min(totals) > 1):
+            if len(have) < len(lines) and note["buffers"] and "join" not in run.has and (
+                    run.stalled or differ(totals)) and min(totals) > 1:
                 run.found(f"{those(have)} alone calls the DDP object at {at}", "it broadcasts "
                     "buffers there, which the others take for another call: call model.module",
                     "pitfalls/wrapper_on_rank_0.py", "calls")
@@ -1267,10 +1267,11 @@ def report(args, records, status, why, error):
     lines = [*times(last)] if last else []
     said += [s for s in (last.said if last else ()) if s not in said]
     if why == "stall":
-        said.insert(0, ("found", f"it stands still for {args.stall:g} s: " + "; ".join(
-            f"rank {r} {rank.stands or 'in no call of torch'}" for r,
-            rank in sorted(runs[-1].ranks.items())[:8]), "",
-            "pitfalls/README.md#it-hangs-or-a-timeout-ends-it"))
+        ranks = sorted(runs[-1].ranks.items()) if runs else [*enumerate(alone)]
+        cause = bool(runs) and "calls" in runs[-1].causes  # that stands before it
+        said.insert(len(said) * cause, ("found", f"it stands still for {args.stall:g} s: " +
+            "; ".join(f"rank {r} {rank.stands or 'in no call of torch'}" for r, rank in ranks[:8]),
+            "", "pitfalls/README.md#it-hangs-or-a-timeout-ends-it"))
     elif status and not why:
         said.insert(0, ("found", f"the script fails, with status {status}", error, ""))
     trained = any(rank.steps for rank in (*alone, *(r for run in runs for r in run.ranks.values())))

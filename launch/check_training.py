@@ -245,8 +245,8 @@ def buffers(run):
         odd = [name for name in (rows or [{}])[0] if differ(row.get(name) for row in rows)]
         if odd and "weights" not in run.causes:
             run.asked(f"buffers of the model ({note['at']}) differ between the ranks in step 9: "
-                f"{', '.join(odd[:3])}", "each rank fills its own, and rank 0's " + ("go to all "
-                "before each forward" if note["buffers"] else "alone are saved, mostly"), WRONG)
+                f"{', '.join(odd[:3])}", "each rank fills its own" + ("; DDP sends rank 0's before "
+                "each forward, but none that forward() replaces" if note["buffers"] else ""), WRONG)
 
 
 def numbers(run):
@@ -301,6 +301,8 @@ def apart(run):
         if any(i > first and i not in bad and all(v and v[1] - v[1] == 0 for v in one[i]["v"]) for i
                 in common):
             continue  # they meet again: local SGD
+        if first == 0 and any("all_to_all" in e["name"] for e in run.any("call")):
+            continue  # each rank has experts of its own, and rows travel to them
         since = max([i for i in common if i < first], default=0)
         why, read = cause(run, steps, key, since, first, note, wrapper)
         if not why:
@@ -1157,6 +1159,8 @@ def seen(runs, alone):
         unseen.append("the data: no DataLoader was used (only what goes into DDP is compared)")
     elif not any(p.get("over") and p["backs"] for rank in ranks for p in rank.passes.values()):
         unseen.append("whole epochs: none was finished")
+    if not any(rank.kinds["buffers"] for rank in ranks):
+        unseen.append("buffers (those of DDP's models are compared in step 9)")
     if len(runs) < 2:
         unseen.append("a restart")
     if any(n["device"] != "cpu" for rank in ranks for n in rank.optimizers.values()):
@@ -1284,7 +1288,7 @@ def report(args, records, status, why, error):
         lines.append("no optimizer of torch took a step, so there was nothing to judge. Did it "
             "find a finished checkpoint? Then start it in a new folder")
     elif not said:
-        lines.append("nothing found")
+        lines.append("nothing found" if last else "one rank alone: there was nothing to compare")
     lines += [f"the recorder failed in a process, which ran on without it: {f}"
         for f in {*failures}]
     if why == "seconds":

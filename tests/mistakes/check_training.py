@@ -212,7 +212,17 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "    dist.all_reduce(total)  # in place: the sums over all ranks\n": ""},
     "no optimizer": {OPT: "", ZERO: "            model.zero_grad()\n", STEP: (
         "            nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
-        "            for p in model.parameters(): p.data -= 0.05 * p.grad\n")},
+        "            for p in model.parameters(): p.data -= 0.05 * p.grad\n"
+        "            dist.all_reduce(loss.detach() * 2)  # a trial of the network\n")},
+    "experts": {OPT: "    torch.manual_seed(dist.get_rank()); expert = nn.Linear(1, 1)\n" + OPT,
+                "SGD(model.parameters()": "SGD([*model.parameters(), *expert.parameters()]",
+                BACK: "            out = model(x).detach(); rows = torch.empty_like(out)\n"
+                      "            dist.all_to_all_single(rows, out)\n"
+                      "            (loss + expert(rows).mean()).backward()\n"},
+    "float64 by default": {"inputs = torch.randn(1024": "torch.set_default_dtype(torch.float64)\n"
+                           "    inputs = torch.randn(1024"},
+    "one step": {"range(5)": "range(1)", "randn(1024": "randn(64", WRAP: WRAP +
+                 "    torch.set_num_threads(8)\n"},
     "LBFGS": {OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n", ZERO: (
         "            def closure():\n                optimizer.zero_grad(); loss = nn.functional"
         ".mse_loss(model(x), y); loss.backward(); return loss\n"), BACK: "",

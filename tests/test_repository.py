@@ -48,8 +48,7 @@ NOT_RUN = {
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     shown.CHECK_TRAINING: "test_check_training.py runs it, on a script with two mistakes",
-    "python benchmarks/(throughput|scaling|ddp_anatomy|network|recovery|startup|collectives).py":
-        "takes minutes; test_benchmarks.py runs it at its smallest",
+    r"python benchmarks/\w+.py": "takes minutes; test_benchmarks.py runs it at its smallest",
     "python benchmarks/parts/plot.py( benchmarks/results/throughput-cpu.json)?":
         "each of the benchmarks draws its own results with it",
     r"(python|torchrun .*-node=2) benchmarks/parts/smallest_ddp.py( \d)+": "startup.py runs it",

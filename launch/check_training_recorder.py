@@ -77,13 +77,6 @@ def sample(tensor, most):
     return zlib.crc32(ctypes.string_at(part.data_ptr(), part.nbytes)), part
 
 
-def alone(tensor):
-    """Whether no other tensor has a part of this one's memory."""
-    mine, one = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor,
-        torch.empty(1, device="cpu")))
-    return mine == one
-
-
 def bits(tensor, most=16384):
     return sample(tensor, most)[0]
 
@@ -335,8 +328,10 @@ class Me:
     def enter_call(self, name, args, kwargs):
         group, what = self.group_of(args, kwargs), {"name": name, "at": where()}
         if name == "all_reduce" and args and sys.getrefcount(args[0]) == 2 and (  # args' own
-                not kwargs.get("async_op") and readable(args[0], self.steps()) and alone(args[0])):
-            what["lost"] = bits(args[0])
+                not kwargs.get("async_op") and readable(args[0], self.steps())):
+            users = [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (args[0],
+                torch.empty(1, device="cpu"))]  # of its memory, and of one that nobody else has
+            what |= {"lost": bits(args[0])} if users[0] == users[1] else {}
         tensors = [*tensors_in([*args[:2], *kwargs.values()])]
         i = self.count(f"in {group}")
         if tensors:

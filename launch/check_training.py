@@ -1013,6 +1013,9 @@ def times(run):
         spread = f"{totals[few]:.1f} to {totals[-1 - few]:.1f}"
         yield f"{r:4} {statistics.median(totals):7.1f} {spread:>15}" + "".join(
             f"{1e3 * median[r][k]:{2 + len(name)}.1f}" for k, name in PARTS.items())
+    if (load := os.getloadavg()[0]) > 3 * run.first.cores:
+        yield (f"the machine is busy (load {load:.0f} on {run.first.cores} cores): on an idle one, "
+            "the parts may be others")
     for r, rows in table.items():
         whole = sum(row["all"] for row in rows.values())
         for k, least, what, cost, read in (("l", 0.5, "waits for its loader", ("more workers, or "

@@ -359,7 +359,7 @@ def cause(run, steps, key, since, first, note, wrapper):
         return "they begin with other weights", ""
     if gradients:
         for holds, why, read in ((wrapper and not run.any("forward"), ("DDP() of {wrapper} is "
-                "never called: the bare model is"), "pitfalls/wrapper_not_kept.py"), (names == {
+                "never called, but the bare model"), "pitfalls/wrapper_not_kept.py"), (names == {
                 None}, ("these parameters are not DDP's: added or exchanged after it, or outside"),
                 ""), (one["cut"], ("its parameters were cast, moved or exchanged after DDP(), "
                 "which has lost them"), WRONG), (wrapper and names - {None} <= {*wrapper["frozen"]},

@@ -634,7 +634,9 @@ def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path):
 
 COUNT = """
 import os, sys, torch, torch.distributed as dist
-requests, files, kept, new_store = [], [], [], dist.TCPStore
+sockets = lambda: sum(os.path.exists(link) and "socket:" in os.readlink(link) for link in map(
+    "/proc/self/fd/{}".format, os.listdir("/proc/self/fd")))
+requests, files, kept, new_store, inherited = [], [], [], dist.TCPStore, sockets()
 class Counting(dist.Store):
     def __init__(self, *args, **options):
         super().__init__()
@@ -658,10 +660,8 @@ for step in 1, 2:
     asked_to_leave()
     snapshot.save(step=step)
 ours = sum("/rank " in key or "/missing" in key for key in requests)
-sockets = sum(os.path.exists(link) and "socket:" in os.readlink(link) for link in map(
-    "/proc/self/fd/{}".format, os.listdir("/proc/self/fd")))
-files = sum("snapshot.pt" in path for path in files)
-survive.log([ours, len(requests) - ours, files, sockets], every_rank=True)
+files, made = sum("snapshot.pt" in path for path in files), sockets() - inherited
+survive.log([ours, len(requests) - ours, files, made], every_rank=True)
 dist.barrier()
 survive.leave(True)
 """

@@ -47,7 +47,8 @@ CONNECT_LIMIT = 70  # seconds
 LOOPBACK = ("127.", "::1")
 CLOSED_PORTS = ("the machines reach the first one, but not each other: open all ports between"
                 " them. A rank listens at a port chosen at random")
-CUT = "the network was cut, or a machine hangs: all had just exchanged data"
+CUT = ("the network was cut, a machine hangs, or large packets are lost, as MTUs differ (ip link"
+       " shows it; a switch has one, too): all had just exchanged data")
 
 
 def main():
@@ -84,8 +85,13 @@ def main():
     except Exception as error:  # the store, Gloo and NCCL raise types of their own
         stop(diagnose(error, silent), status=1)
     if args.machines and not by_name:
-        log("note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine")
-    log(f"check passed: {len(everyone)} ranks on {len(machines)} machines")
+        log("note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine, and"
+            " --rdzv-conf=is_host=1 on the first, is_host=0 on the others")
+    different = {(m["machine"], m["address"]) for m in machines}
+    if len(different) < len(machines):
+        log("note: a machine is there twice. torchrun starts all processes of a machine: start one"
+            " on each (under Slurm: --ntasks-per-node=1)")
+    log(f"check passed: {len(everyone)} ranks on {len(different)} machines")
     dist.destroy_process_group()
 
 
@@ -231,7 +237,9 @@ def find_faults(machines, mine, by_name):
     by_interface = os.environ.get("GLOO_SOCKET_IFNAME")
     usable = address in interfaces if by_interface else not address.startswith((*LOOPBACK, "none"))
     if len(machines) > 1 and not usable:
-        fault = (f"{machine} gives the others an address that only it can use ({address}): on"
+        what = ("has no interface with this name" if by_interface and address != "lo" else
+                "gives the others an address that only it can use")
+        fault = (f"{machine} {what} ({address}): on"
                  f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}")
         if mine["backend"] == "gloo":
             faults.append(fault)

@@ -529,6 +529,10 @@ def judge(args, run, reference):
             run.failure = f"{what} (the result is equal)"
     elif anew is not None and anew + 1 >= max(2, len(marks) / 2):
         run.failure = f"it began anew after {step(marks[int(anew)])}: its work was lost"
+    again = max((kill.again for kill in run.kills), default=0)
+    if anew is None and not (run.note or reference.cyclic) and again > max(2, len(marks) / 2):
+        run.note = (f"one kill cost {again:.0f} of {len(marks)} steps: does it go on from the"
+                    " newest of its snapshots?")
     missed = [kill for kill in run.kills if kill.restarted or kill.kind != "worker"]
     run.proves = run.went_on or not missed
     if run.went_on or anew is not None:

@@ -64,10 +64,11 @@ ADDRESS = r"node2 gives .* an address that only it can use \(%s\): on node2, set
      r"differ in torch \(node1 2\.\d+\.\d+\S*, node2 2\.0\.0\): install"),
     (LOOK_UP, ADDRESS % r"127\.0\.1\.1"),
     ("os.environ['GLOO_SOCKET_IFNAME'] = 'lo'", ADDRESS % "lo"),
+    ("os.environ['GLOO_SOCKET_IFNAME'] = '^lo'", r"node2 has no interface .* \(\^lo\): on node2"),
     ("os.environ['LOCAL_WORLD_SIZE'] = '3'", r"in processes \(node1 1, node2 3\): use the same"),
     ("pick_device = lambda _: (torch.device('cpu'), 'nccl')",
      r"in backend \(node1 gloo, node2 nccl\): .* does nvidia-smi"),
-], ids=["torch", "name", "interface", "processes", "backend"])
+], ids=["torch", "name", "interface", "no_interface", "processes", "backend"])
 def test_names_the_fault(tmp_path, fault, message):
     """Of the second machine."""
     script = variant(tmp_path, SCRIPT, f"if os.environ['GROUP_RANK'] == '1':\n    {fault}")

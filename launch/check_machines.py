@@ -91,7 +91,8 @@ def main():
     if len(different) < len(machines):
         log("note: a machine is there twice. torchrun starts all processes of a machine: start one"
             " on each (under Slurm: --ntasks-per-node=1)")
-    log(f"check passed: {len(everyone)} ranks on {len(different)} machines")
+    count = f"{len(different)} machine{'s' if len(different) > 1 else ''}"
+    log(f"check passed: {len(everyone)} ranks on {count}")
     dist.destroy_process_group()
 
 

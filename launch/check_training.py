@@ -240,6 +240,10 @@ def buffers(run):
     """Buffers other than BatchNorm's differ between the ranks in the ninth step: codebooks, queues,
     running figures. Asked: a rank may have some of its own (a cache, its number)."""
     for number, note in run.ddp.items():
+        if note["norm"] and not note["buffers"] and len(note["group"]) > 1:
+            run.asked(f"DDP() of {note['at']} has broadcast_buffers=False: each rank's BatchNorm "
+                "has means of its own", "rank 0's are saved: average them before, or SyncBatchNorm",
+                "pitfalls/small_batch_norm.py")
         rows = [e["bits"] for e in run.any("buffers") if e["ddp"] == number and e["r"] in
             note["group"]]
         odd = [name for name in (rows or [{}])[0] if differ(row.get(name) for row in rows)]
@@ -312,8 +316,8 @@ def apart(run):
         every = [e for e in run.any("call") if one[common[0]]["t"] < e["t"] < one[common[-1]]["t"]]
         by_hand = not wrapper and len(common) > 9 and len(every) >= max(one) and (
             first > 0 or "broadcast" in why)  # in each step
-        sure = len(bad) > 2 and (not large or by_hand) and (run.ddp or
-            every) and ("no_sync" not in why or len(common) > 40 or not run.cut)
+        sure = len(bad) > 2 and (not large or by_hand) and (run.ddp or len(every) > max(one) / 2
+            ) and ("no_sync" not in why or len(common) > 40 or not run.cut)
         names = [note["names"][j][1] if note["names"][j] else f"number {j + 1}" for j in unlike(
             steps, first, "v")]
         run.say("found" if sure else "asked", f"the weights of {those(alike, run)} come apart at "
@@ -811,7 +815,7 @@ def made_anew(run):
 
 def files(run):
     """Several ranks write one file, or one reads what another is writing. Alike: files by rank,
-    other machines' disks, an order by a store (then it is only asked)."""
+    ranks that take turns, other machines' disks, an order by a store (then it is only asked)."""
     saves = collections.defaultdict(lambda: collections.defaultdict(list))
     for rank in run.ranks.values():
         for e in rank.kinds["save"]:
@@ -819,7 +823,8 @@ def files(run):
                 saves[rank.host, e["path"]][rank.rank].append(e)
     for (host, path), by in saves.items():
         name, one = os.path.basename(path), next(iter(by.values()))[0]
-        if len(by) > 1:
+        if any(a["r"] != b["r"] and a["begun"] <= b["phase"] and b["begun"] <= a["phase"] for a, b
+                in itertools.combinations(itertools.chain(*by.values()), 2)):
             run.found(f"{those(by, run)} save to one file, {name} ({one['at']})", "they write over "
                 "each other: rank 0 alone saves, or each to a name of its own",
                 "pitfalls/every_rank_saves.py", "save", once=f"save {one['at']}")
@@ -996,8 +1001,25 @@ def parts(run):
     return out
 
 
+def align(run):
+    """Number the steps of all ranks alike, by the clock: one may take some alone (a warm-up) before
+    the others do."""
+    ends = {r: {e["i"]: e["end"] for e in rows} for r, rows in run["spans"].items() if rows}
+    few = min(ends, key=lambda r: max(ends[r]), default=None)
+    for r, mine in ends.items():
+        def away(shift, mine=mine):
+            return statistics.median([abs(mine[i + shift] - end) for i, end in ends[few].items()
+                if i + shift in mine] or [math.inf])
+
+        more = max(mine) - max(ends[few])
+        shift = min(0, more - 1, more, more + 1, key=away)
+        for e in run.ranks[r].kinds["spans"] if away(shift) < away(0) / 2 else ():
+            e["i"] -= shift
+
+
 def times(run):
     """Yield the lines of the time, 100 columns at most; say where it is lost."""
+    align(run)
     table = parts(run)
     count = len(next(iter(table.values()), {}))
     if count < 10:
@@ -1168,7 +1190,7 @@ def seen(runs, alone):
         unseen.append("a restart")
     if any(n["device"] != "cpu" for rank in ranks for n in rank.optimizers.values()):
         unseen.append("weights on GPUs after the first 20 steps")
-    yield "not seen: " + ("; ".join(unseen) or "what a loss, a rate or a mask is meant to be")
+    yield "not seen: " + "; ".join([*unseen, "if loss, rates and masks are the ones you mean"])
 
 
 def cpu(command):
@@ -1288,8 +1310,8 @@ def report(args, records, status, why, error):
             "process of the command was seen to train: python -I and -E, and a PYTHONPATH that the "
             "script sets anew, keep the recorder out")
     elif not trained:
-        lines.append("no optimizer of torch took a step, so there was nothing to judge. Did it "
-            "find a finished checkpoint? Then start it in a new folder")
+        lines.append("no optimizer of torch took a step, so there was nothing to judge. Does "
+            "it find a finished checkpoint? Then start it in a new folder")
     elif not said:
         lines.append("nothing found" if last else "one rank alone: there was nothing to compare")
     lines += [f"the recorder failed in a process, which ran on without it: {f}"

@@ -216,7 +216,7 @@ class Me:
     def __init__(self, live=False):
         self.live, self.file, self.early, self.lines = live, None, [], 0
         self.phase = self.backwards = self.batches = self.forwards = self.small = self.open = 0
-        self.counts, self.spans, self.main = {}, [], None
+        self.counts, self.spans, self.main, self.idle = {}, [], None, 0
         self.optimizers, self.wrappers, self.passes, self.loaders, self.scalers, self.made = (
             weakref.WeakKeyDictionary() for _ in range(6))
         self.parameters, self.states, self.groups, self.recent = {}, {}, {}, {}
@@ -477,7 +477,9 @@ class Me:
         known = self.optimizers.get(optimizer)
         if known is None:
             return
-        i, self.main = known["i"], self.main or known["key"]
+        i, self.idle = known["i"], 0 if known["key"] == self.main else self.idle + 1
+        if self.main is None or self.idle > 20:  # the first was that of a warm-up
+            self.main = known["key"]
         source = self.source or {"count": 0}  # of the last batch: a training loader, mostly
         batches, source["stepped"] = source["count"] - source.get("stepped", 0), source["count"]
         if looked(i) and (params := parameters_of(optimizer)):

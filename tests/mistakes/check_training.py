@@ -126,6 +126,12 @@ MISTAKES = {
     "buffers": ({DATA: BOOK + DATA, GELU: "Book(),"}, "buffers",
                 "question: buffers of the model .* differ between the ranks in step 9: 1.book",
                 WRAP, False),
+    "own BatchNorm": ({GELU: NORM, "DDP(model)": "DDP(model, broadcast_buffers=False)"}, "buffers",
+        "question: .*each rank's BatchNorm has means of its own", "model = DDP(", False),
+    "an ensemble": ({WRAP: SEED + "    nn.init.normal_(model[0].weight)\n",
+                     "model.module.state": "model.state", **before(
+        REDUCE, "dist.all_reduce(model(inputs[:300].to(device)).detach())")}, "apart",
+        "question: the weights of all ranks come apart", STEP, False),
     "lost sums": ({"all_reduce(loss_sum)": "all_reduce(loss_sum.clone())"}, "settings",
                   "question: nothing holds the tensor that all_reduce", "all_reduce(", False),
     "no group": ({}, "no_group", "found: 2 processes train, and none calls", None, False),
@@ -156,6 +162,12 @@ MISTAKES = {
                   "found: debugging is on", None, False),
     "slow rank": (after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"), "times",
                   "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
+    "slow rank, after a warm-up of the other": ({WRAP: (
+        "    warm = torch.optim.SGD(model.parameters(), 0.001)\n"
+        "    for _ in range(60 - 60 * dist.get_rank()):\n"
+        "        model(inputs[:8].to(device)).mean().backward(); warm.step(); warm.zero_grad()\n")
+        + WRAP, **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())")}, "times",
+                  "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
     "slow loader": (before(DATA, "import time", "class Slow(TensorDataset):",
                            "    def __getitem__(self, i):",
                            "        time.sleep(0.002)",
@@ -174,6 +186,7 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
+    "take turns": {RANK_0: RANK_0.replace("== 0", "== epoch % 2")},
     "local SGD": {WRAP: "", "model.module.state": "model.state", STEP: STEP + (
         "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n"
         "            if len(n) % 5 == 0:\n"

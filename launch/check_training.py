@@ -316,8 +316,9 @@ def apart(run):
         every = [e for e in run.any("call") if one[common[0]]["t"] < e["t"] < one[common[-1]]["t"]]
         by_hand = not wrapper and len(common) > 9 and len(every) >= max(one) and (
             first > 0 or "broadcast" in why)  # in each step
-        sure = len(bad) > 2 and (not large or by_hand) and (run.ddp or len(every) > max(one) / 2
-            ) and ("no_sync" not in why or len(common) > 40 or not run.cut)
+        sure = len(bad) > 2 and (not large or by_hand) and (run.ddp or every and (
+            "by hand" not in why or len(every) > max(one) / 2)) and (
+            "no_sync" not in why or len(common) > 40 or not run.cut)
         names = [note["names"][j][1] if note["names"][j] else f"number {j + 1}" for j in unlike(
             steps, first, "v")]
         run.say("found" if sure else "asked", f"the weights of {those(alike, run)} come apart at "

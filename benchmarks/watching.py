@@ -69,7 +69,7 @@ def tables(figures):
 
 def main():
     new = parser(__doc__, rounds=51)
-    new.add_argument("--width", type=number, default=256)
+    new.add_argument("--width", type=number, default=160)
     args = new.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [*TORCHRUN, __file__, store.port]

@@ -198,7 +198,7 @@ def calls(run):
     that time out and are caught, and point to point."""
     for group in sorted({e["group"] for e in run.any("call")} if not run.causes else ()):
         made = {r: {e["i"]: e for e in run.ranks[r].kinds["call"] if e["group"] == group} for r in (
-            json.loads(group) if group else run.all) if r in run.ranks}
+            json.loads(group.partition("#")[0]) if group else run.all) if r in run.ranks}
         if len(made) < 2 or all(r.left for r in run.ranks.values()) and any(e.get("error")
                 for m in made.values() for e in m.values()):
             continue

@@ -315,14 +315,15 @@ class Me:
             self.note("has", what=what)
 
     def group_of(self, args, kwargs):
-        """The ranks of the group of a call, as a text; "" for all."""
+        """The ranks of the group of a call, as a text; "" for the default group. (A thread may call
+        another group of all ranks meanwhile.)"""
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)),
             None)
         if group is None:
             return ""
         if (name := group.group_name) not in self.groups:
             ranks = sorted(dist.get_process_group_ranks(group))
-            self.groups[name] = "" if len(ranks) == dist.get_world_size() else str(ranks)
+            self.groups[name] = "" if group is dist.group.WORLD else f"{ranks}#{name}"
         return self.groups[name]
 
     def enter_call(self, name, args, kwargs):

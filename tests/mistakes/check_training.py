@@ -186,6 +186,11 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
+    "another group of all": {REDUCE: (  # as from a thread
+        "        log, sums = dist.new_group(), torch.ones(3)\n"
+        "        one, other = [(loss_sum, None), (sums, log)][:: 1 - 2 * dist.get_rank()]\n"
+        "        work = dist.all_reduce(one[0], group=one[1], async_op=True)\n"
+        "        dist.all_reduce(other[0], group=other[1]); work.wait()\n")},
     "take turns": {RANK_0: RANK_0.replace("== 0", "== epoch % 2")},
     "local SGD": {WRAP: "", "model.module.state": "model.state", STEP: STEP + (
         "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n"

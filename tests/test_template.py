@@ -141,7 +141,7 @@ def test_what_is_printed_is_what_was_done(whole, alone, survive, names):
     assert [m[3] for m in said if m and m[3]] == ["26"] * 7  # the batch, in half a second
     state = load(folder)
     parts = {name: state[name] for name in ("model", "averaged")}
-    assert digest(result) == survive.compare(**parts)
+    assert digest(result) == survive.compare(**parts) and " batch size 13: " in result.output
     rates = [rate for _, rate, _ in reports(result).values()]
     assert rates == [0.9, 1.8, 2.7, 3.6, 4.5, 5.4, 6.3]
     factor = names["warm_up_and_cosine"]
@@ -800,7 +800,7 @@ def test_the_least_and_a_state_of_each_rank_go_on(tmp_path, script, step, ranks)
 
 PAGE = """
 import os, torch, torch.distributed as dist, survive
-survive.start()
+assert survive.start() == torch.device("cpu")
 path, model, rank = "best.pt", torch.nn.Linear(2, 1, bias=False), dist.get_rank()
 rank == 0 or survive.save({"model": {"weight": torch.ones(1, 2)}, "step": 3}, path)
 BEST

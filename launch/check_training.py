@@ -323,9 +323,9 @@ def apart(run):
             steps, first, "v")]
         run.say("found" if sure else "asked", f"the weights of {those(alike, run)} come apart at "
             f"step {since + 1} ({one[since]['at']}): {why}", f"{len(names)} of "
-            f"{len(note['shapes'])} parameters ({', '.join(names[:3])})" + ("; each rank trains a "
-            "model of its own" if sure else "; is that meant so (averaged later, split over the "
-            "ranks)?"), read, "weights")
+            f"{len(note['shapes'])} parameters ({', '.join(names[:3])}"
+            f"{', ...' * (len(names) > 3)})" + ("; each rank trains a model of its own" if sure else
+            "; is that meant so (averaged later, split over the ranks)?"), read, "weights")
 
 
 def unlike(steps, i, what="g"):
@@ -390,6 +390,8 @@ def cause(run, steps, key, since, first, note, wrapper):
         return f"{those(some)} alone clips the gradients", CLIP
     if all(clips.values()) and differ(c.get(since) for c in clips.values()):
         return "each rank clips by a norm of its own", CLIP
+    if any(differ(s[i]["batches"] for s in steps.values()) for i in (since, first)):
+        return "a rank has left out a batch alone, and is a step ahead of the others", CLIP
     return ("their gradients differ, and no reason was seen" if gradients else "their optimizers "
         "take other steps from equal gradients"), ""
 
@@ -590,8 +592,9 @@ def shares(run):
         odd = [i for i in common if differ(s[i]["batches"] for s in have.values())]
         if len(have) > 1 and run.ddp and 0 < len(odd) < len(common) / 2 and max(common) > 7:
             i = odd[0]
-            run.asked(f"before step {i + 1} ({have[min(have)][i]['at']}) the ranks took other "
-                "numbers of batches: " + on_each({r: s[i]["batches"] for r, s in have.items()}),
+            run.asked(f"before step {i + 1} ({have[min(have)][i]['at']}) the ranks took "
+                "different numbers of batches: " + on_each({r: s[i]["batches"] for r, s in
+                have.items()}),
                 "a rank that skips a batch alone is a step ahead: gradients of different steps are "
                 "averaged", CLIP)
             break
@@ -1191,7 +1194,7 @@ def seen(runs, alone):
         unseen.append("a restart")
     if any(n["device"] != "cpu" for rank in ranks for n in rank.optimizers.values()):
         unseen.append("weights on GPUs after the first 20 steps")
-    yield "not seen: " + "; ".join([*unseen, "if loss, rates and masks are the ones you mean"])
+    yield "not seen: " + "; ".join([*unseen, "whether loss, rates and masks are as you mean"])
 
 
 def cpu(command):

@@ -75,7 +75,7 @@ def test_a_mistake_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in (
-    "as it is", "two optimizers") else LONG) for name in RIGHT])
+    "as it is",) else LONG) for name in RIGHT])
 def test_a_right_script_is_not_accused(tmp_path, name):
     folder, _ = watched(tmp_path, RIGHT[name], *OTHERS.get(name, [BASE]))
     assert said(folder, without="times") == ("", [])

@@ -783,8 +783,8 @@ survive.Snapshot.save = lambda self, old=survive.Snapshot.save, **state: (old(se
 """
 
 
-@pytest.mark.parametrize(("script", "step", "ranks"), [
-    (LEAST, 2, (3, 3)), (COLUMNS, 60, (3, 3)), (COLUMNS, 60, (2, 3))])
+@pytest.mark.parametrize(("script", "step", "ranks"), [(LEAST, 2, (3, 3)), (COLUMNS, 60, (3, 3)),
+    pytest.param(COLUMNS, 60, (2, 3), marks=pytest.mark.long)])
 def test_the_least_and_a_state_of_each_rank_go_on(tmp_path, script, step, ranks):
     """With the same bits; on another number of ranks, up to rounding."""
     states, few = [], "EPOCHS = 2" if script == COLUMNS else ""

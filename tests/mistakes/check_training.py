@@ -88,10 +88,10 @@ MISTAKES = {
     "nothing": ({"sampler=sampler)": "sampler=sampler, drop_last=True)", "batch_size=64": (
         "batch_size=9999")}, "empty", "found: .*yields no batch", LOOP, False),
     "eval mode": ({GELU: DROP, **before(REDUCE, "model.eval()"), EPOCHS: SEED + EPOCHS}, "modes",
-                  "found: from forward 17 on, training goes on in eval", LOSS, True),
+                  "found: from forward 17 on, training goes on in eval", LOSS, False),
     "one seed": ({GELU: DROP}, "draws", "question: all ranks draw the same random", None, False),
     "padded": (evaluate(", sampler=DistributedSampler(tests)"),
-               "evaluations", "found: .*counts 1 of 101 items twice", None, True),
+               "evaluations", "found: .*counts 1 of 101 items twice", None, False),
     "drop_last": (evaluate(", drop_last=True"), "evaluations",
                   "found: .*leaves out 16 of 101", None, False),
     "train mode": ({GELU: NORM, **evaluate("", "model.train()")}, "evaluations",

@@ -168,6 +168,12 @@ MISTAKES = {
         "        model(inputs[:8].to(device)).mean().backward(); warm.step(); warm.zero_grad()\n")
         + WRAP, **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())")}, "times",
                   "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
+    "slow rank, after a warm-up by the same optimizer": ({OPT: "", WRAP: OPT.replace("0.9", "0") + (
+        "    for _ in range(60 - 60 * dist.get_rank()):\n"
+        "        model(inputs[:8].to(device)).mean().backward()\n"
+        "        optimizer.step(); optimizer.zero_grad()\n")
+        + WRAP, **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())")}, "times",
+                  "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
     "slow loader": (before(DATA, "import time", "class Slow(TensorDataset):",
                            "    def __getitem__(self, i):",
                            "        time.sleep(0.002)",

@@ -87,8 +87,10 @@ def train(device, args):
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         if due and rank == 0:
             torch.save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
-        log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
-            f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else ""))
+        log(
+            f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
+            f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
+        )
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")  # all ranks call it
 
 
@@ -140,6 +142,7 @@ def check_replicas(model):
 
 def compare_gradients(model, loader, device):
     """Compare DDP's gradient with that of the whole batch. (With dropout, delete the call.)"""
+
     def gradient(net, images, labels):
         net.zero_grad()
         cross_entropy(net(images.to(device)), labels.to(device)).backward()
@@ -165,8 +168,14 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2), nn.GELU(),
-            nn.Conv2d(16, 32, 5, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(512, 10))
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 5, stride=2),
+            nn.GELU(),
+            nn.Conv2d(16, 32, 5, stride=2),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(512, 10),
+        )
 
     def forward(self, images):
         return self.layers(images.unsqueeze(1).float() / 255)
@@ -176,6 +185,7 @@ def load_data(folder):
     """Your data. Return (training set, test set, name): pairs (image, label), real or generated."""
     if os.path.isdir(os.path.join(folder, "MNIST")):
         from torchvision.datasets import MNIST
+
         sets = MNIST(folder, train=True), MNIST(folder, train=False)
         return *(TensorDataset(s.data, s.targets) for s in sets), "images of MNIST"
     sets = zip(*(part.split(8192) for part in generate_data(10240)))

@@ -95,10 +95,18 @@ def train(device, args):
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         if due and rank == 0:  # save all that changes (a schedule, too), as tensors and numbers
-            save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
-                  "next_epoch": epoch + 1}, args.snapshot_path)
-        log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
-            f" {speed:6.0f} images/s" + (f" | saved in {args.snapshot_path}" if due else ""))
+            save(
+                {
+                    "model": model.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "next_epoch": epoch + 1,
+                },
+                args.snapshot_path,
+            )
+        log(
+            f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
+            f" {speed:6.0f} images/s" + (f" | saved in {args.snapshot_path}" if due else "")
+        )
     if first_epoch > args.total_epochs:
         log("nothing left to train: ask for more epochs, or delete the snapshot")
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
@@ -191,8 +199,14 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2), nn.GELU(),
-            nn.Conv2d(16, 32, 5, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(512, 10))
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 5, stride=2),
+            nn.GELU(),
+            nn.Conv2d(16, 32, 5, stride=2),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(512, 10),
+        )
 
     def forward(self, images):
         return self.layers(images.unsqueeze(1).float() / 255)
@@ -202,6 +216,7 @@ def load_data(folder):
     """Your data. Return (training set, test set, name): pairs (image, label), real or generated."""
     if os.path.isdir(os.path.join(folder, "MNIST")):
         from torchvision.datasets import MNIST
+
         sets = MNIST(folder, train=True), MNIST(folder, train=False)
         return *(TensorDataset(s.data, s.targets) for s in sets), "images of MNIST"
     sets = zip(*(part.split(8192) for part in generate_data(10240)))

@@ -70,8 +70,14 @@ def main():
 # New in 03: who is who.
 def show_map(device):
     """Print which process of the job runs where, as each of them says of itself."""
-    mine = (dist.get_rank(), socket.gethostname(), os.environ.get("GROUP_RANK", "-"),
-            os.environ["LOCAL_RANK"], str(device), os.getpid())  # GROUP_RANK: the node rank
+    mine = (
+        dist.get_rank(),
+        socket.gethostname(),
+        os.environ.get("GROUP_RANK", "-"),
+        os.environ["LOCAL_RANK"],
+        str(device),
+        os.getpid(),
+    )  # GROUP_RANK: the node rank
     log(f"{'machine':<15} node rank  global rank  local rank  device  pid")
     for rank, machine, node, local_rank, its_device, pid in gathered(mine):
         log(f"{machine:<15} {node:>9}  {rank:>11}  {local_rank:>10}  {its_device:>6}  {pid}")
@@ -112,11 +118,19 @@ def train(device, args):
         # New in 03: one rank of each machine saves, as any machine may be missing next time.
         # (On a shared disk, each writes the same.) After the barrier, "saved" holds for all.
         if due and os.environ["LOCAL_RANK"] == "0":
-            save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
-                  "next_epoch": epoch + 1}, args.snapshot_path)
+            save(
+                {
+                    "model": model.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "next_epoch": epoch + 1,
+                },
+                args.snapshot_path,
+            )
         dist.barrier()
-        log(f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
-            f" {speed:6.0f} images/s" + (f" | saved in {args.snapshot_path}" if due else ""))
+        log(
+            f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
+            f" {speed:6.0f} images/s" + (f" | saved in {args.snapshot_path}" if due else "")
+        )
     if first_epoch > args.total_epochs:
         log("nothing left to train: ask for more epochs, or delete the snapshot (on all machines)")
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
@@ -228,8 +242,14 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2), nn.GELU(),
-            nn.Conv2d(16, 32, 5, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(512, 10))
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 5, stride=2),
+            nn.GELU(),
+            nn.Conv2d(16, 32, 5, stride=2),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(512, 10),
+        )
 
     def forward(self, images):
         return self.layers(images.unsqueeze(1).float() / 255)
@@ -239,6 +259,7 @@ def load_data(folder):
     """Your data. Return (training set, test set, name): pairs (image, label), real or generated."""
     if os.path.isdir(os.path.join(folder, "MNIST")):
         from torchvision.datasets import MNIST
+
         sets = MNIST(folder, train=True), MNIST(folder, train=False)
         return *(TensorDataset(s.data, s.targets) for s in sets), "images of MNIST"
     sets = zip(*(part.split(8192) for part in generate_data(10240)))
@@ -312,8 +333,9 @@ def parse_args():
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        parser.error("for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
-                     " --rdzv-backend=c10d ...")
+        parser.error(
+            "for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
+        )
     path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."
     if not os.access(folder, os.W_OK) or (os.path.exists(path) and not os.path.isfile(path)):
         parser.error(f"cannot write into the folder of {path}, or {path} is not a file")

@@ -120,8 +120,16 @@ def all_reduce(rank, world_size):
         dist.all_reduce(results[op], op=getattr(dist.ReduceOp, op))
     table({"before": tensor_of(rank), **results})
     everyone = torch.stack([tensor_of(r) for r in range(world_size)])
-    assert_close(results, {"SUM": everyone.sum(0), "AVG": everyone.mean(0), "MIN": everyone.amin(0),
-                           "MAX": everyone.amax(0), "PRODUCT": everyone.prod(0)})
+    assert_close(
+        results,
+        {
+            "SUM": everyone.sum(0),
+            "AVG": everyone.mean(0),
+            "MIN": everyone.amin(0),
+            "MAX": everyone.amax(0),
+            "PRODUCT": everyone.prod(0),
+        },
+    )
 
 
 def all_gather(rank, world_size):
@@ -232,9 +240,12 @@ def exchange(outgoing, incoming):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Not isend and irecv one by one: NCCL may queue them. If all ranks queue the send first, no
     # rank comes to its receive.
-    for work in dist.batch_isend_irecv([
+    for work in dist.batch_isend_irecv(
+        [
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
-            dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
+            dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size),
+        ]
+    ):
         work.wait()
 
 
@@ -250,8 +261,14 @@ def async_op(rank, world_size):
         matrix = matrix @ matrix
         products += 1
     work.wait()
-    table({"before": tensor_of(rank), "read too early": too_early, "after wait()": tensor[:2],
-           "matrix products meanwhile": products})
+    table(
+        {
+            "before": tensor_of(rank),
+            "read too early": too_early,
+            "after wait()": tensor[:2],
+            "matrix products meanwhile": products,
+        }
+    )
     expected = sum(tensor_of(r) for r in range(world_size))
     assert_close(tensor, expected.repeat(500_000))
 
@@ -267,8 +284,15 @@ def groups(rank, world_size):
     total, from_first = tensor_of(rank), tensor_of(rank)
     dist.all_reduce(total, group=group)
     dist.broadcast(from_first, src=members[0], group=group)  # or group_src=0
-    table({"group": members, "group rank": dist.get_rank(group), "before": tensor_of(rank),
-           "all_reduce": total, "broadcast from group rank 0": from_first})
+    table(
+        {
+            "group": members,
+            "group rank": dist.get_rank(group),
+            "before": tensor_of(rank),
+            "all_reduce": total,
+            "broadcast from group rank 0": from_first,
+        }
+    )
     assert_close(total, sum(tensor_of(r) for r in range(rank % 2, world_size, 2)))
     assert_close(from_first, tensor_of(rank % 2))
 
@@ -346,15 +370,19 @@ def ddp(rank, world_size):
     back = time.perf_counter()
     log("  the backward pass by hand, as the CPU of rank 0 sees it:")
     for index, (moment, missing) in enumerate(ours.started):
-        log(f"    {1000 * (moment - start):6.2f} ms  bucket {index} is complete, its all_reduce"
-            f" starts; gradients still to come: {missing}")
+        log(
+            f"    {1000 * (moment - start):6.2f} ms  bucket {index} is complete, its all_reduce"
+            f" starts; gradients still to come: {missing}"
+        )
     log(f"    {1000 * (end - start):6.2f} ms  backward ends")
     log(f"    {1000 * (back - start):6.2f} ms  after wait(): all buckets are back")
     if ours.started[0][1] == 0:
         raise RuntimeError("no all_reduce started before the last gradient had come")
 
-    expected, own, by_hand = (torch.cat([p.grad.flatten() for p in replica.parameters()])
-                              for replica in (theirs, alone, ours))
+    expected, own, by_hand = (
+        torch.cat([p.grad.flatten() for p in replica.parameters()])
+        for replica in (theirs, alone, ours)
+    )
     own_off, off = ((g - expected).abs().max() / expected.abs().max() for g in (own, by_hand))
     log(f"  relative to DDP's, gradients are off by {off:.1e}; without exchange, by {own_off:.1e}")
     if not off < 1e-5 < own_off:
@@ -380,7 +408,8 @@ class BucketedDDP(nn.Module):
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(  # called in backward
-                functools.partial(self.gradient_is_there, len(self.buckets) - 1))
+                functools.partial(self.gradient_is_there, len(self.buckets) - 1)
+            )
 
     def forward(self, *inputs):
         self.missing = [len(bucket) for bucket in self.buckets]  # gradients still to come
@@ -413,10 +442,29 @@ class BucketedDDP(nn.Module):
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SECTIONS = {function.__name__: function for function in (
-    broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier,
-    monitored_barrier, send_recv, isend_irecv, batch_isend_irecv, async_op, groups, objects, ring,
-    ddp)}
+SECTIONS = {
+    function.__name__: function
+    for function in (
+        broadcast,
+        scatter,
+        gather,
+        reduce,
+        all_reduce,
+        all_gather,
+        reduce_scatter,
+        all_to_all,
+        barrier,
+        monitored_barrier,
+        send_recv,
+        isend_irecv,
+        batch_isend_irecv,
+        async_op,
+        groups,
+        objects,
+        ring,
+        ddp,
+    )
+}
 
 
 def table(columns):
@@ -468,8 +516,14 @@ def log(message, every_rank=False):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=SECTIONS,
-                        default=list(SECTIONS), help=f"sections to run: {', '.join(SECTIONS)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        help=f"sections to run: {', '.join(SECTIONS)}",
+    )
     args = parser.parse_args()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         parser.error("start it with: torchrun --standalone --nproc-per-node=4 04_collectives.py")

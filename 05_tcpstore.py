@@ -253,12 +253,18 @@ def process_groups(store, me):
         store.multi_set(["env", "tcp", "file"], places)
     env, tcp, file = (place.decode() for place in store.multi_get(["env", "tcp", "file"]))
     numbers = {"rank": me.rank, "world_size": me.world_size}
-    os.environ |= {"RANK": str(me.rank), "WORLD_SIZE": str(me.world_size),
-                   "MASTER_ADDR": HOST, "MASTER_PORT": env}
-    ways = {"env://": {},  # the default: it reads the four variables
-            "tcp://": {"init_method": f"tcp://{HOST}:{tcp}", **numbers},
-            "file://": {"init_method": f"file://{file}/meet", **numbers},
-            "store=": {"store": dist.PrefixStore("group", store), **numbers}}
+    os.environ |= {
+        "RANK": str(me.rank),
+        "WORLD_SIZE": str(me.world_size),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": env,
+    }
+    ways = {
+        "env://": {},  # the default: it reads the four variables
+        "tcp://": {"init_method": f"tcp://{HOST}:{tcp}", **numbers},
+        "file://": {"init_method": f"file://{file}/meet", **numbers},
+        "store=": {"store": dist.PrefixStore("group", store), **numbers},
+    }
     for way, arguments in ways.items():
         dist.init_process_group("gloo", timeout=TIMEOUT, **arguments)
         total = torch.tensor(me.rank + 1)
@@ -295,12 +301,25 @@ def say_goodbye(store, me):
         store.set(f"goodbye from {me.rank}", "")
     else:
         store.wait([f"goodbye from {other}" for other in range(1, me.world_size)])
-        me.say(f"{len(LESSONS)} lessons, all checks passed on {me.world_size} processes;"
-               f" {me.world_size - 1} said goodbye before the server ended")
+        me.say(
+            f"{len(LESSONS)} lessons, all checks passed on {me.world_size} processes;"
+            f" {me.world_size - 1} said goodbye before the server ended"
+        )
 
 
-LESSONS = (find_each_other, set_get, wait_timeout, add, barrier_100_times, append_and_multi,
-           prefix_store, elect_leader, work_queue, process_groups, server_ends_first)
+LESSONS = (
+    find_each_other,
+    set_get,
+    wait_timeout,
+    add,
+    barrier_100_times,
+    append_and_multi,
+    prefix_store,
+    elect_leader,
+    work_queue,
+    process_groups,
+    server_ends_first,
+)
 
 
 # ---- The lessons end here. Below: the server, its clients, and what each lesson needs. ----
@@ -315,13 +334,16 @@ def main():
     store.set("world size", str(me.world_size))
     me.say(f"pid {os.getpid()}, serves at {HOST}, port {store.port}")
     others = 0 if args.role else me.world_size - 1
-    clients = [SPAWN.Process(target=run_client, args=(store.port,), daemon=True)
-               for _ in range(others)]
+    clients = [
+        SPAWN.Process(target=run_client, args=(store.port,), daemon=True) for _ in range(others)
+    ]
     for client in clients:
         client.start()
     if args.role:
-        me.say(f"waits for {me.world_size - 1} of: python {sys.argv[0]} --role client"
-               f" --port {store.port}")
+        me.say(
+            f"waits for {me.world_size - 1} of: python {sys.argv[0]} --role client"
+            f" --port {store.port}"
+        )
     play(store, me)
     for client in clients:
         client.join()
@@ -365,8 +387,14 @@ def serve(port=0):
     # We open the socket ourselves: a TCPStore would listen on all addresses of this machine.
     # multi_tenant: init_process_group in this process may use this server, instead of its own.
     listener = socket.create_server((HOST, port))
-    return dist.TCPStore(HOST, listener.getsockname()[1], is_master=True, timeout=TIMEOUT,
-                         multi_tenant=True, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        HOST,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=TIMEOUT,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connect(port):

@@ -241,6 +241,7 @@ class TimedStage(PipelineStage):
 
 def draw(name, spans, microbatches, columns=70):
     """Draw the shortest of all steps: when did each stage of replica 0 compute what?"""
+
     def duration(step):
         return max(end for *_, end in step) - min(start for *_, start, _ in step)
 
@@ -263,8 +264,10 @@ def draw(name, spans, microbatches, columns=70):
     # A forward pass leaves activations in memory, and the backward pass frees them.
     changes = (1 if mark.isdigit() else -1 for index, mark, *_ in step if index == 0)
     kept = max(itertools.accumulate(changes))
-    log(f"{name}: idle {idle:.0%}, the bubble alone {bubble:.0%}; stage 0 kept the activations of"
-        f" {kept} micro-batches")
+    log(
+        f"{name}: idle {idle:.0%}, the bubble alone {bubble:.0%}; stage 0 kept the activations of"
+        f" {kept} micro-batches"
+    )
 
 
 def mib(layers, optimizer):
@@ -328,8 +331,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(),
-            nn.Linear(2 * WIDTH, WIDTH))
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         return x + self.layers(x)
@@ -401,8 +404,10 @@ def parse_args():
     if args.mode != "devices" and world_size % STAGES:
         parser.error(f"{world_size} processes make no grid of {STAGES} stages")
     if min(args.epochs, args.microbatches) < 1 or BATCH % (world_size * args.microbatches):
-        parser.error(f"EPOCHS and --microbatches must be 1 or more, and {BATCH} examples a step a"
-                     " multiple of processes x micro-batches")
+        parser.error(
+            f"EPOCHS and --microbatches must be 1 or more, and {BATCH} examples a step a"
+            " multiple of processes x micro-batches"
+        )
     if args.mode != "devices" and args.microbatches < STAGES:
         parser.error(f"{STAGES} stages need {STAGES} micro-batches or more")
     return args

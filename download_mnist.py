@@ -71,8 +71,10 @@ def fetch(name, md5, folder, mirrors):
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise  # the fault is not the mirror's
             print(f"  failed: {error}", flush=True)
-    stop(f"no mirror has a sound {name}: check the network or give one with --mirror URL."
-         " The scripts also run without MNIST, on generated images")
+    stop(
+        f"no mirror has a sound {name}: check the network or give one with --mirror URL."
+        " The scripts also run without MNIST, on generated images"
+    )
 
 
 def move_files(source, target):
@@ -127,8 +129,13 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = lambda message: stop(message, status=2)
     parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--mirror", action="append", default=[], metavar="URL",
-                        help="tried before the usual ones; may be given more than once")
+    parser.add_argument(
+        "--mirror",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="tried before the usual ones; may be given more than once",
+    )
     return parser.parse_args()
 
 

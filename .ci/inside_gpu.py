@@ -87,8 +87,14 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout),
-                          nn.Linear(4 * width, width)) for _ in range(blocks))
+            nn.Sequential(
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(blocks)
+        )
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x):
@@ -114,9 +120,11 @@ def train(model, optimizer, steps=3, clip=None):
 
 def off(found, expected):
     """How far two lists of tensors are from each other, relative to the second."""
+
     def flat(tensors):
         whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
         return torch.cat([t.detach().double().flatten() for t in whole])
+
     expected = flat(expected)
     return float(f"{((flat(found) - expected).norm() / expected.norm()).item():.1e}")
 
@@ -151,8 +159,10 @@ def sharded():
     train(model, optimizer, clip=0.1)
     found = {"FSDP2, 3 AdamW steps: off by": off(model.parameters(), plain.parameters())}
 
-    half = shard(Net().to(DEVICE), mp_policy=MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    half = shard(
+        Net().to(DEVICE),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
     train(half, torch.optim.AdamW(half.parameters()))
     found["FSDP2 with bfloat16: off by"] = off(half.parameters(), plain.parameters())
 
@@ -169,8 +179,9 @@ def sharded():
     for name in "ab":
         state = dict(zip(("model", "optimizer"), get_state_dict(empty, second), strict=True))
         dcp.load(state, checkpoint_id=f"{folder}/{name}")
-        set_state_dict(empty, second, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])
+        set_state_dict(
+            empty, second, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         found[f"meta device, dcp {name}: off by"] = off(empty.parameters(), model.parameters())
     train(model, optimizer)
     train(empty, second)
@@ -196,8 +207,10 @@ def mixed_precision():
         scaler.update()
         optimizer.zero_grad()
     train(plain, expected, clip=0.1)
-    return {"off from float32 by": off(model.parameters(), plain.parameters()),
-            "scale after an inf": scaler.get_scale()}
+    return {
+        "off from float32 by": off(model.parameters(), plain.parameters()),
+        "scale after an inf": scaler.get_scale(),
+    }
 
 
 def compiled():
@@ -207,6 +220,7 @@ def compiled():
     inputs = batch(8192 if CUDA else 64)[0]
     gradients, memory, masks = {}, {}, {}
     for name in ("plain", "checkpoint", "compile", "checkpoint, compile"):
+
         def wrapped(layer, name=name):
             layer = checkpoint_wrapper(layer) if "checkpoint" in name else layer
             if "compile" in name and CUDA:
@@ -232,10 +246,13 @@ def compiled():
         result = wrapped(layer)(torch.ones(256, 256, device=DEVICE))
         result.sum().backward()
         masks[name] = off([layer.weight.grad], [result])
-    return {"MB at the peak": memory,
-            "gradient off by (compiled dropout draws other masks)":
-                {name: off(gradients[name], gradients["plain"]) for name in gradients},
-            "masks in backward() differ from the forward pass's by": masks}
+    return {
+        "MB at the peak": memory,
+        "gradient off by (compiled dropout draws other masks)": {
+            name: off(gradients[name], gradients["plain"]) for name in gradients
+        },
+        "masks in backward() differ from the forward pass's by": masks,
+    }
 
 
 class Masked(nn.Module):
@@ -276,8 +293,9 @@ def torchs_context_parallel():
     inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # changed in place
     positions = torch.arange(inputs.size(1), device=device)
     try:
-        with context_parallel(mesh, buffers=[inputs, targets, positions],
-                              buffer_seq_dims=[1, 1, 0]):
+        with context_parallel(
+            mesh, buffers=[inputs, targets, positions], buffer_seq_dims=[1, 1, 0]
+        ):
             scores = model(inputs, positions)
             counted = (targets != -100).sum()
             dist.all_reduce(counted)
@@ -287,8 +305,11 @@ def torchs_context_parallel():
         if CUDA:
             raise
         return {"on a CPU": str(error).splitlines()[0]}
-    return {"gradient off by": off([p.grad for p in model.parameters()],
-                                   [p.grad for p in plain.parameters()])}
+    return {
+        "gradient off by": off(
+            [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
+        )
+    }
 
 
 def experts():
@@ -303,8 +324,9 @@ def experts():
         mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
         fully_shard(model, mesh=mesh, ignored_params=alone)
         groups = [[*alone], [p for p in model.parameters() if p not in alone]]
-        optimizer = torch.optim.AdamW(model.parameters() if name == "one group" else [
-            {"params": group} for group in groups])
+        optimizer = torch.optim.AdamW(
+            model.parameters() if name == "one group" else [{"params": group} for group in groups]
+        )
         found[name] = message(lambda model=model, optimizer=optimizer: train(model, optimizer))
     return found
 
@@ -316,8 +338,11 @@ def gloo():
     plain, model = Net().to(DEVICE), DDP(Net().to(DEVICE), gradient_as_bucket_view=True)
     nn.functional.mse_loss(plain(inputs), targets).backward()
     nn.functional.mse_loss(model(inputs[rank::world_size]), targets[rank::world_size]).backward()
-    found = {"DDP's gradient off by": off([p.grad for p in model.parameters()],
-                                          [p.grad for p in plain.parameters()])}
+    found = {
+        "DDP's gradient off by": off(
+            [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
+        )
+    }
     one = torch.full((4,), rank + 1.0, device=DEVICE)
     many = [torch.zeros(4, device=DEVICE) for _ in range(world_size)]
     wide = torch.zeros(4 * world_size, device=DEVICE)
@@ -343,6 +368,7 @@ def gloo():
 
 def memory_of_a_process():
     """MB that this process takes of the GPU: with a context and a tensor, and with NCCL."""
+
     def used():
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info(0)
@@ -356,41 +382,54 @@ def memory_of_a_process():
 
 def messages():
     """Each mistake in a process of its own; the lines that it prints."""
-    start = ("import torch, torch.distributed as dist, tempfile, os\n"
-             "def meet(backend='nccl', **more):\n"
-             "    dist.init_process_group(backend, init_method='file://' + tempfile.mktemp(),"
-             " rank=0, world_size=1, **more)\n")
+    start = (
+        "import torch, torch.distributed as dist, tempfile, os\n"
+        "def meet(backend='nccl', **more):\n"
+        "    dist.init_process_group(backend, init_method='file://' + tempfile.mktemp(),"
+        " rank=0, world_size=1, **more)\n"
+    )
     mistakes = {
         "barrier without a device": "meet(); dist.barrier(); dist.destroy_process_group()",
         "barrier with set_device": "torch.cuda.set_device(0); meet(); dist.barrier();"
-                                   " dist.destroy_process_group()",
+        " dist.destroy_process_group()",
         "barrier with device_id": "torch.cuda.set_device(0);"
-                                  " meet(device_id=torch.device('cuda', 0)); dist.barrier();"
-                                  " dist.destroy_process_group()",
+        " meet(device_id=torch.device('cuda', 0)); dist.barrier();"
+        " dist.destroy_process_group()",
         "no destroy": "torch.cuda.set_device(0); meet(); dist.all_reduce(torch.ones(1).cuda())",
         "a tensor on the CPU": "meet(); dist.all_reduce(torch.ones(1))",
         "not contiguous": "meet(); dist.all_reduce(torch.ones(4, 4).cuda().t()[1:, 1:])",
         "a GPU that is not there": "torch.cuda.set_device(1)",
         "fork after CUDA": "import torch.multiprocessing as mp; torch.ones(1).cuda();"
-                           " mp.start_processes(torch.cuda.set_device, (), 1,"
-                           " start_method='fork')",
-        "a loader's worker that uses the GPU":
-            "torch.ones(1).cuda();"
-            " from torch.utils.data import DataLoader;"
-            " list(DataLoader([0, 1], num_workers=1, collate_fn=lambda x: torch.ones(1).cuda()))",
+        " mp.start_processes(torch.cuda.set_device, (), 1,"
+        " start_method='fork')",
+        "a loader's worker that uses the GPU": "torch.ones(1).cuda();"
+        " from torch.utils.data import DataLoader;"
+        " list(DataLoader([0, 1], num_workers=1, collate_fn=lambda x: torch.ones(1).cuda()))",
         "empty all_gather": "meet(); t = torch.ones(0).cuda(); dist.all_gather([t.clone()], t)",
     }
     found = {}
     for name, code in mistakes.items():
         if CUDA:
             environment = {k: v for k, v in os.environ.items() if "TORCHELASTIC" not in k}
-            printed = subprocess.run([sys.executable, "-c", start + code], env=environment,
-                                     capture_output=True, text=True, timeout=60, check=False)
-            lines = [re.sub(r"^(\[rank\d\]:|\[W.*?\] |/\S*/site-packages/\S*: |Warning: )*", "",
-                            line.replace("[rank0]: ", "")).strip()
-                     for line in (printed.stdout + printed.stderr).splitlines()
-                     if re.search(r"Error|[Ww]arning|WARN", line) and "raise " not in line
-                     and ("destroy_process" not in line or name == "no destroy")]
+            printed = subprocess.run(
+                [sys.executable, "-c", start + code],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            lines = [
+                re.sub(
+                    r"^(\[rank\d\]:|\[W.*?\] |/\S*/site-packages/\S*: |Warning: )*",
+                    "",
+                    line.replace("[rank0]: ", ""),
+                ).strip()
+                for line in (printed.stdout + printed.stderr).splitlines()
+                if re.search(r"Error|[Ww]arning|WARN", line)
+                and "raise " not in line
+                and ("destroy_process" not in line or name == "no destroy")
+            ]
             found[name] = lines[-1][:160] if lines else "nothing printed"
         else:
             compile(start + code, name, "exec")

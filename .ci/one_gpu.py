@@ -31,12 +31,14 @@ from started import PYTHON, TORCHRUN, end, read_until, start
 
 INSIDE = ROOT / ".ci" / "inside_gpu.py"
 ONE, ELASTIC, MULTINODE, COLLECTIVES, _, PARALLEL, *_ = sorted(
-    path.name for path in ROOT.glob("0*_*.py"))
+    path.name for path in ROOT.glob("0*_*.py")
+)
 TEMPLATE, TOOL = "template/train.py", ROOT / "launch" / "check_training.py"
 PAGE = ROOT / "tests" / "README.md"
 KEPT = ROOT / "docs" / "transcripts" / "one_gpu.json"
-BLOCK = re.compile(r"(?<=<!-- written by: .ci/gpu FOLDER --write -->\n).*?(?=<!-- end -->)",
-                   re.DOTALL)
+BLOCK = re.compile(
+    r"(?<=<!-- written by: .ci/gpu FOLDER --write -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
 STEPS = {}  # {name: (function, seconds it may take, whether it runs alone)}
 
 
@@ -46,10 +48,12 @@ class Skipped(Exception):
 
 def step(limit, alone=False):
     """Make a function a check: it takes a Shell and returns figures, {name: number or text}."""
+
     def register(function):
         name = function.__name__.replace("_", "-")
         STEPS[name] = function, limit, alone
         return function
+
     return register
 
 
@@ -59,9 +63,13 @@ class Shell:
     def __init__(self, log, deadline, pretend, folder):
         self.log, self.deadline, self.pretend, self.results = log, deadline, pretend, folder
         self.folder = tempfile.mkdtemp(prefix="one_gpu_")
-        self.environment = {"CUDA_VISIBLE_DEVICES": "" if pretend else
-                            os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-                            "KINETO_LOG_LEVEL": "6", "MPLBACKEND": "Agg"}
+        self.environment = {
+            "CUDA_VISIBLE_DEVICES": ""
+            if pretend
+            else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+            "KINETO_LOG_LEVEL": "6",
+            "MPLBACKEND": "Agg",
+        }
 
     def __call__(self, *command, status=0, cwd=None, env=None):
         """Run a command; return what it printed. status: what it must end with, None: anything."""
@@ -86,8 +94,15 @@ class Shell:
         self.log(f"\n$ {words}\n{output}\n[status {status}]\n")
 
     def torchrun(self, script, *arguments, ranks=1, restarts=0, **options):
-        return self(*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}",
-                    f"--max-restarts={restarts}", *script_words(script), *arguments, **options)
+        return self(
+            *TORCHRUN,
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}",
+            *script_words(script),
+            *arguments,
+            **options,
+        )
 
     def inside(self, name, *arguments, ranks=1):
         """Run a function of inside_gpu.py under torchrun; return the figures that it prints."""
@@ -106,15 +121,23 @@ def script_words(script):
 def last(output):
     """The last line that names an error, or the last line."""
     lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*: ", line)
-              and "ChildFailedError" not in line]
+    errors = [
+        line
+        for line in lines
+        if re.search(r"\w(Error|Exception)\b.*: ", line) and "ChildFailedError" not in line
+    ]
     return (errors or lines or ["nothing printed"])[-1][-300:]
 
 
 def warnings_in(output):
     """The lines that warn, without torchrun's note about threads."""
-    return sorted({line for line in output.splitlines()
-                   if re.search("warn|deprecat", line, re.IGNORECASE) and "OMP_NUM" not in line})
+    return sorted(
+        {
+            line
+            for line in output.splitlines()
+            if re.search("warn|deprecat", line, re.IGNORECASE) and "OMP_NUM" not in line
+        }
+    )
 
 
 def digest(output):
@@ -155,12 +178,18 @@ def lesson_02(shell):
     seen = []
 
     def run(settings, kill):
-        output = shell.torchrun((settings, ELASTIC), 4 if shell.pretend else 6, 1,
-                                *["--crash-epoch", 3] * kill, restarts=3)
+        output = shell.torchrun(
+            (settings, ELASTIC),
+            4 if shell.pretend else 6,
+            1,
+            *["--crash-epoch", 3] * kill,
+            restarts=3,
+        )
         assert not kill or "resumed from snapshot.pt at epoch 3" in output
         os.unlink(f"{shell.folder}/snapshot.pt")
         seen.extend([] if kill else warnings_in(output))
         return digest(output)
+
     return equal_bits(shell, run) | {"warnings": sorted(set(seen))}
 
 
@@ -173,16 +202,31 @@ def template(shell):
 
     def leaves(state):
         if isinstance(state, torch.Tensor):
-            return [(str(state.dtype), tuple(state.shape), state.contiguous().view(-1).view(
-                torch.uint8).numpy().tobytes())]
+            return [
+                (
+                    str(state.dtype),
+                    tuple(state.shape),
+                    state.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+                )
+            ]
         if isinstance(state, dict):
             return [leaf for key in state for leaf in [key, *leaves(state[key])]]
-        return [leaf for item in state for leaf in leaves(item)] \
-            if isinstance(state, list | tuple) else [state]
+        return (
+            [leaf for item in state for leaf in leaves(item)]
+            if isinstance(state, list | tuple)
+            else [state]
+        )
 
     def run(settings, kill):
-        command = (*TORCHRUN, "--standalone", "--nproc-per-node=1", "--max-restarts=3",
-                   *script_words((settings, TEMPLATE)), 60, 20)
+        command = (
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+            *script_words((settings, TEMPLATE)),
+            60,
+            20,
+        )
         process = start(*command, cwd=shell.folder, env=shell.environment)
         timer = threading.Timer(max(1, shell.deadline - time.monotonic()), end, [process])
         timer.start()
@@ -204,6 +248,7 @@ def template(shell):
             left.unlink()
         seen.extend([] if kill else warnings_in(output))
         return leaves(state)
+
     return equal_bits(shell, run, again=False) | {"warnings": sorted(set(seen))}
 
 
@@ -220,8 +265,9 @@ def lesson_02_with_ranks_that_share_a_gpu(shell):
     for ranks in (2, 3):
         digests = []
         for crash in ([], ["--crash-epoch", 3]):
-            output = shell.torchrun(("gloo+deterministic", ELASTIC), 6, 1, *crash, ranks=ranks,
-                                    restarts=3)
+            output = shell.torchrun(
+                ("gloo+deterministic", ELASTIC), 6, 1, *crash, ranks=ranks, restarts=3
+            )
             os.unlink(f"{shell.folder}/snapshot.pt")
             digests.append(digest(output))
         found[f"deterministic, {ranks} ranks: a crashed run is equal"] = digests[0] == digests[1]
@@ -257,8 +303,11 @@ def nccl_refuses_two_ranks_on_a_gpu(shell):
     if shell.pretend:
         raise Skipped("needs NCCL")
     output = shell.torchrun(("same-gpu", ELASTIC), 2, 1, ranks=2, status=None)
-    found = [m for m in ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-             if m in output]
+    found = [
+        m
+        for m in ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
+        if m in output
+    ]
     assert found, last(output)
     table = (ROOT / "pitfalls/README.md").read_text()
     return {"printed": found[0], "in the table": found[0] in table}
@@ -339,8 +388,9 @@ def recipes(shell):
         path = pathlib.Path(shell.folder, f"{name}_{ranks}_{way}.py")
         path.write_text(on_a_gpu(pasted(name), ranks, way, shell.pretend))
         (folder := path.with_suffix("")).mkdir()
-        output = shell(*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", path, cwd=folder,
-                       status=None)
+        output = shell(
+            *TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", path, cwd=folder, status=None
+        )
         if "not done in time" in output:
             return "not done in time"
         return "ok" if output.count("done on rank") == ranks else last(output)
@@ -365,7 +415,8 @@ def recipes(shell):
         title = "one rank, NCCL" if ranks == 1 else "two ranks, Gloo"
         found[title] = f"{len(held)} of {len(RECIPES)} held: {', '.join(held)}"
         found[f"{title}: the others"] = [
-            f"{name}: {said[name, r]}" for name, r in each if r == ranks and name not in held]
+            f"{name}: {said[name, r]}" for name, r in each if r == ranks and name not in held
+        ]
     return found
 
 
@@ -374,12 +425,16 @@ def on_a_gpu(program, ranks, way, pretend):
     backend = "gloo" if pretend else "nccl" if ranks == 1 else "cpu:gloo,cuda:gloo"
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     device = "cpu" if pretend else "cuda"
-    for old, new in (('torch.device("cpu")', f'torch.device("{device}")'),
-                     ('mesh("cpu"', f'mesh("{device}"'),
-                     ('if world_size > 1:\n    dist.init_process_group("gloo"',
-                      f'if True:\n    dist.init_process_group("{backend}"'),
-                     ('autocast("cpu"', f'autocast("{device}"'),
-                     ('GradScaler("cpu"', f'GradScaler("{device}"')):
+    for old, new in (
+        ('torch.device("cpu")', f'torch.device("{device}")'),
+        ('mesh("cpu"', f'mesh("{device}"'),
+        (
+            'if world_size > 1:\n    dist.init_process_group("gloo"',
+            f'if True:\n    dist.init_process_group("{backend}"',
+        ),
+        ('autocast("cpu"', f'autocast("{device}"'),
+        ('GradScaler("cpu"', f'GradScaler("{device}"'),
+    ):
         program = program.replace(old, new)
     first = "rank, world_size = int("
     if pretend:
@@ -387,8 +442,10 @@ def on_a_gpu(program, ranks, way, pretend):
     if way == "made":
         return program.replace(first, f'torch.set_default_device("cuda:0")\n{first}')
     program = program.replace("torch.randn(2, 24, 8)", 'torch.randn(2, 24, 8).to("cuda")')
-    moved = ("nn.Sequential(Block(width), Block(width))\n        "
-             "self.to(self.first.weight.device if self.first.weight.is_meta else 'cuda')")
+    moved = (
+        "nn.Sequential(Block(width), Block(width))\n        "
+        "self.to(self.first.weight.device if self.first.weight.is_meta else 'cuda')"
+    )
     return program.replace("nn.Sequential(Block(width), Block(width))", moved)
 
 
@@ -399,8 +456,21 @@ def tests(shell):
         import pytest  # noqa: F401
     except ImportError:
         raise Skipped("pytest is not installed") from None
-    output = shell(PYTHON, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-n", "0",
-                   ROOT / "tests", status=None, cwd=ROOT)
+    output = shell(
+        PYTHON,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        ROOT / "tests",
+        status=None,
+        cwd=ROOT,
+    )
     lines = [line for line in output.splitlines() if re.match(r"(FAILED|SKIPPED|ERROR)\b", line)]
     return {"result": last(output), "lines": lines}
 
@@ -411,10 +481,22 @@ def tests(shell):
 @step(150, alone=True)
 def throughput(shell):
     """benchmarks/throughput.py at batch sizes 512 and 4096."""
-    size = ["--rounds", 1, "--images", 512, "--batch-sizes", 64] if shell.pretend else [
-        "--rounds", 5, "--images", 16_384, "--batch-sizes", 512, 4096]
-    output = shell(PYTHON, ROOT / "benchmarks/throughput.py", *size, "--workers", 0, 1,
-                   *[] if shell.pretend else [8], "--results-dir", shell.results)
+    size = (
+        ["--rounds", 1, "--images", 512, "--batch-sizes", 64]
+        if shell.pretend
+        else ["--rounds", 5, "--images", 16_384, "--batch-sizes", 512, 4096]
+    )
+    output = shell(
+        PYTHON,
+        ROOT / "benchmarks/throughput.py",
+        *size,
+        "--workers",
+        0,
+        1,
+        *[] if shell.pretend else [8],
+        "--results-dir",
+        shell.results,
+    )
     return tables_of(output)
 
 
@@ -422,24 +504,34 @@ def throughput(shell):
 def ddp_anatomy(shell):
     """benchmarks/ddp_anatomy.py."""
     size = ["--layers=4", "--width=256", "--batch-size=4", "--rounds=1"] if shell.pretend else []
-    return tables_of(shell(PYTHON, ROOT / "benchmarks/ddp_anatomy.py", *size, "--results-dir",
-                           shell.results))
+    return tables_of(
+        shell(PYTHON, ROOT / "benchmarks/ddp_anatomy.py", *size, "--results-dir", shell.results)
+    )
 
 
 @step(60, alone=True)
 def recovery(shell):
     """benchmarks/recovery.py: how long a killed rank costs on this machine."""
-    size = ["--rounds", 1, "--megabytes", 0.1] if shell.pretend else [
-        "--rounds", 2, "--megabytes", 100]
-    return tables_of(shell(PYTHON, ROOT / "benchmarks/recovery.py", *size, "--results-dir",
-                           shell.results))
+    size = (
+        ["--rounds", 1, "--megabytes", 0.1]
+        if shell.pretend
+        else ["--rounds", 2, "--megabytes", 100]
+    )
+    return tables_of(
+        shell(PYTHON, ROOT / "benchmarks/recovery.py", *size, "--results-dir", shell.results)
+    )
 
 
 def trainings(shell, settings, checked):
     """Yield the name of 02 and the template, and what each prints, with the tool or without."""
     for script, arguments in ((ELASTIC, (8, 8)), (TEMPLATE, (200, 200))):
-        words = [*TORCHRUN, "--standalone", "--nproc-per-node=1",
-                 *script_words(("plain" if shell.pretend else settings, script)), *arguments]
+        words = [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node=1",
+            *script_words(("plain" if shell.pretend else settings, script)),
+            *arguments,
+        ]
         if checked:
             words = [PYTHON, TOOL, "--seconds", 60, "--", *words]
         yield script, shell(*words, status=None)
@@ -452,8 +544,10 @@ def check_training_waits(shell):
     """Which lines of 02 and the template make the CPU wait for the GPU under check_training."""
     if not TOOL.exists():
         raise Skipped("there is no launch/check_training.py")
-    return {script: json.loads((re.findall(r"SYNCS (.*)$", output, re.MULTILINE) or ["{}"])[-1])
-            for script, output in trainings(shell, "syncs", True)}
+    return {
+        script: json.loads((re.findall(r"SYNCS (.*)$", output, re.MULTILINE) or ["{}"])[-1])
+        for script, output in trainings(shell, "syncs", True)
+    }
 
 
 @step(90, alone=True)
@@ -476,10 +570,15 @@ def check_training(shell):
 def tables_of(output):
     """The tables of a benchmark, {title: {row: text}}, from the line of JSON that it prints."""
     result = json.loads(re.findall(r"^\{.*\}$", output, re.MULTILINE)[-1])
-    return {table["title"]: {
-        " ".join(str(cell) for cell in row if isinstance(cell, str)) or str(row[0]):
-        [round(cell, 3) for cell in row if isinstance(cell, int | float)]
-        for row in table["rows"]} for table in result["tables"]}
+    return {
+        table["title"]: {
+            " ".join(str(cell) for cell in row if isinstance(cell, str)) or str(row[0]): [
+                round(cell, 3) for cell in row if isinstance(cell, int | float)
+            ]
+            for row in table["rows"]
+        }
+        for table in result["tables"]
+    }
 
 
 # ---- Running them, and writing the pages ----
@@ -488,11 +587,19 @@ def tables_of(output):
 def machine(pretend):
     import torch
 
-    about = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0],
-             "torch": torch.__version__, "cores": os.cpu_count(), "gpu": None}
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "gpu": None,
+    }
     if not pretend:
-        about |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
-                  "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        about |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     return about
 
 
@@ -547,14 +654,19 @@ def rows_of(report):
         yield "Not run."
         return
     about = report["machine"]
-    yield (f"On one {about['gpu']} (CUDA {about['cuda']}, NCCL {about['nccl']}), with torch"
-           f" {about['torch']}, Python {about['python']} and {about['cores']} cores:\n")
+    yield (
+        f"On one {about['gpu']} (CUDA {about['cuda']}, NCCL {about['nccl']}), with torch"
+        f" {about['torch']}, Python {about['python']} and {about['cores']} cores:\n"
+    )
     yield "| Check | Result | What was seen |"
     yield "|---|---|---|"
     for name, (function, *_) in STEPS.items():
         entry = report["checks"].get(name, {"result": "not run"})
-        seen = "; ".join(f"{key}: {in_words(value)}" for key, value in
-                         entry.get("figures", {}).items() if value != [])
+        seen = "; ".join(
+            f"{key}: {in_words(value)}"
+            for key, value in entry.get("figures", {}).items()
+            if value != []
+        )
         what = " ".join(function.__doc__.split()).rstrip(".")
         result = ", ".join(entry[key] for key in ("result", "date") if key in entry)
         cells = (" ".join(cell.replace("|", "/").split()) for cell in (what, result, seen or "-"))
@@ -569,8 +681,9 @@ def in_words(value):
     if isinstance(value, list):
         if len(value) >= 3 and all(isinstance(each, int | float) for each in value):
             return f"{value[0]} ({value[1]} to {value[2]})"  # a median, the least and the most
-        return f"{len(value)} lines in the report" if len(value) > 2 else " / ".join(
-            map(str, value))
+        return (
+            f"{len(value)} lines in the report" if len(value) > 2 else " / ".join(map(str, value))
+        )
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)[:200]
 
 
@@ -610,14 +723,18 @@ def main():
         return None
     if not args.pretend:
         import torch
+
         if not torch.cuda.is_available():
             sys.exit("torch sees no GPU here: --pretend runs what a CPU can run")
     folder = args.folder[0].resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checks = run_all(folder, args)
     failed = [name for name, entry in checks.items() if entry["result"].startswith("failed")]
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks did not fail; {folder}"
-          "/one_gpu.json has the figures", flush=True)
+    print(
+        f"{len(checks) - len(failed)} of {len(checks)} checks did not fail; {folder}"
+        "/one_gpu.json has the figures",
+        flush=True,
+    )
     return 1 if failed else 0
 
 

@@ -69,8 +69,11 @@ def measure(rank, world_size, store, sizes, rounds):
     device, backend = SCRIPT.pick_device(rank)
 
     with process_group(backend, store, "collectives", rank, world_size):
-        sides = {f"{size} {name}": partial(median_ms, call, max(5, min(64, 2**24 // size)), device)
-                 for size in sizes for name, call in sides_of(size, world_size, device).items()}
+        sides = {
+            f"{size} {name}": partial(median_ms, call, max(5, min(64, 2**24 // size)), device)
+            for size in sizes
+            for name, call in sides_of(size, world_size, device).items()
+        }
         return alternate(sides, rounds)
 
 
@@ -112,10 +115,25 @@ def tables(figures, ranks):
             calls = MANY // int(size)
             one, all_calls = figures[f"{MANY} {name}"], [calls * each for each in ms]
             many.append([calls, *spread(all_calls), *paired(all_calls, one)])
-    columns = {"operation": "", "ms": ".3f", "least": ".3f", "most": ".3f", "bus, GB/s": ".2f",
-               "times the plain one": ".2f", "from": ".2f", "to": ".2f"}
-    of_many = {"calls": "d", "ms in all": ".2f", "least": ".2f", "most": ".2f",
-               "times one call": ".1f", "from": ".1f", "to": ".1f"}
+    columns = {
+        "operation": "",
+        "ms": ".3f",
+        "least": ".3f",
+        "most": ".3f",
+        "bus, GB/s": ".2f",
+        "times the plain one": ".2f",
+        "from": ".2f",
+        "to": ".2f",
+    }
+    of_many = {
+        "calls": "d",
+        "ms in all": ".2f",
+        "least": ".2f",
+        "most": ".2f",
+        "times one call": ".1f",
+        "from": ".1f",
+        "to": ".1f",
+    }
     found = [(f"{label(size)}, {ranks} ranks: ms of a call", columns, rows[size]) for size in rows]
     return [*found, (f"{label(MANY)} by all_reduce in many calls, beside one", of_many, many)]
 

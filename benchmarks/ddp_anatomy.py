@@ -57,8 +57,13 @@ def profile_step(model, batch, optimizer):
             torch.accelerator.synchronize()
         else:
             dist.barrier()  # Gloo's thread notes the end of the last exchange a moment after it
-    lanes = {"## forward": "forward", "## backward": "backward", "## optimizer": "optimizer",
-             "AddmmBackward0": "layers", "gloo:all_reduce": "all_reduce"}
+    lanes = {
+        "## forward": "forward",
+        "## backward": "backward",
+        "## optimizer": "optimizer",
+        "AddmmBackward0": "layers",
+        "gloo:all_reduce": "all_reduce",
+    }
     spans = []
     for event in profiler.events():
         lane = lanes.get(event.name)
@@ -109,7 +114,8 @@ def measure(rank, world_size, store, layers, width, batch_size):
     net, batch, backend = new_net(rank, layers, width, batch_size)
     with process_group(backend, store, "anatomy", rank, world_size):
         model = warmed_up(
-            DDP(copy.deepcopy(net), gradient_as_bucket_view=True, bucket_cap_mb=8), batch)
+            DDP(copy.deepcopy(net), gradient_as_bucket_view=True, bucket_cap_mb=8), batch
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
         optimizer.step()
         return {"timeline": profile_step(model, batch, optimizer)}
@@ -118,17 +124,30 @@ def measure(rank, world_size, store, layers, width, batch_size):
 def tables(figures, parameters):
     """[(title, columns, rows)]; parameters: how many the model has."""
     megabytes = parameters * 4 / 1e6
-    exchanges = [[n, e - b] for n, (b, e) in enumerate(
-        ((b, e) for lane, b, e in figures["timeline"] if lane == "all_reduce"), 1)]
+    exchanges = [
+        [n, e - b]
+        for n, (b, e) in enumerate(
+            ((b, e) for lane, b, e in figures["timeline"] if lane == "all_reduce"), 1
+        )
+    ]
     during = sum(e - b for lane, b, e in figures["timeline"] if lane == "backward")
     timeline = f"timeline: all-reduces of buckets of 8 MiB, in a backward pass of {during:.1f} ms"
     return [
         (timeline, {"bucket": "d", "ms": ".1f"}, exchanges),
-        (f"memory of gradients and buckets ({megabytes:.0f} MB of weights)",
-         {"gradient_as_bucket_view": "", "MB": ".0f", "times weights": ".2f", "from": ".2f",
-          "to": ".2f"},
-         [[name, spread(values)[0], *(value / megabytes for value in spread(values))]
-          for name, values in figures["memory"].items()]),
+        (
+            f"memory of gradients and buckets ({megabytes:.0f} MB of weights)",
+            {
+                "gradient_as_bucket_view": "",
+                "MB": ".0f",
+                "times weights": ".2f",
+                "from": ".2f",
+                "to": ".2f",
+            },
+            [
+                [name, spread(values)[0], *(value / megabytes for value in spread(values))]
+                for name, values in figures["memory"].items()
+            ],
+        ),
     ]
 
 
@@ -148,8 +167,13 @@ def main():
     turns = [run_ranks(measure_memory, gpus or 2, *sizes) for _ in range(args.rounds)]
     figures["memory"] = {name: [turn[name] for turn in turns] for name in turns[0]}
     parameters = args.layers * (args.width + 1) * args.width
-    settings = {"layers": args.layers, "width": args.width, "batch size": args.batch_size,
-                "parameters": parameters, "ranks": gpus or 2}
+    settings = {
+        "layers": args.layers,
+        "width": args.width,
+        "batch size": args.batch_size,
+        "parameters": parameters,
+        "ranks": gpus or 2,
+    }
     finish("ddp_anatomy", args, device, settings, figures, tables(figures, parameters))
 
 

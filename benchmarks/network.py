@@ -100,20 +100,26 @@ def ddp_sides(net, batch):
 
     # In one bucket: with several, PowerSGD's exchanges come in different orders on Gloo, and abort.
     power = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    sides = {"no exchange": compute, "exchange alone": lambda: dist.all_reduce(gradient),
-             "exchange after backward": exchange_after,
-             "exchange during backward": steps_of(usual, batch)}  # fmt: skip
-    sides |= {f"buckets of {size} MiB": steps_of(ddp(bucket_cap_mb=size), batch)
-              for size in BUCKETS}
+    sides = {
+        "no exchange": compute,
+        "exchange alone": lambda: dist.all_reduce(gradient),
+        "exchange after backward": exchange_after,
+        "exchange during backward": steps_of(usual, batch),
+    }
+    sides |= {
+        f"buckets of {size} MiB": steps_of(ddp(bucket_cap_mb=size), batch) for size in BUCKETS
+    }
     sides |= {
         "sent as fp16": steps_of(with_hook(ddp(), None, default_hooks.fp16_compress_hook), batch),
         "sent as bf16": steps_of(with_hook(ddp(), None, default_hooks.bf16_compress_hook), batch),
         "sent by PowerSGD": steps_of(
-            with_hook(ddp(bucket_cap_mb=1000), power, powerSGD_hook), batch),
+            with_hook(ddp(bucket_cap_mb=1000), power, powerSGD_hook), batch
+        ),
     }
     found = {name: (call, 1) for name, call in sides.items()}
-    return found | {f"{n} batches, one exchange": (steps_of(ddp(), batch, n), n)
-                    for n in ACCUMULATED}
+    return found | {
+        f"{n} batches, one exchange": (steps_of(ddp(), batch, n), n) for n in ACCUMULATED
+    }
 
 
 def measure_ddp(rank, world_size, store, layers, width, rows, batches, rounds):
@@ -151,8 +157,10 @@ def measure_growth(rank, world_size, store, repeats, rounds):
         dist.barrier()
         connected = time.time()
         tensors = {size: torch.zeros(size // 4) for size in SIZES}
-        sides = {f"all-reduce of {size} bytes": lambda t=t: dist.all_reduce(t)
-                 for size, t in tensors.items()}
+        sides = {
+            f"all-reduce of {size} bytes": lambda t=t: dist.all_reduce(t)
+            for size, t in tensors.items()
+        }
 
         def step():
             time.sleep(SLEEP)
@@ -161,11 +169,18 @@ def measure_growth(rank, world_size, store, repeats, rounds):
         sides["step"] = step
         if world_size > 1:
             sides["ring of 04"] = lambda: ring_all_reduce(tensors[SIZES[-1]])
-        timed = {name: lambda call=call: 1000 / repeats * seconds(
-            lambda: [call() for _ in range(repeats)], CPU)
-            for name, call in sides.items()}  # fmt: skip
-        return {"joining": joining, "traffic": traffic, "connected": connected,
-                "ms": alternate(timed, rounds)}  # fmt: skip
+        timed = {
+            name: lambda call=call: (
+                1000 / repeats * seconds(lambda: [call() for _ in range(repeats)], CPU)
+            )
+            for name, call in sides.items()
+        }
+        return {
+            "joining": joining,
+            "traffic": traffic,
+            "connected": connected,
+            "ms": alternate(timed, rounds),
+        }
 
 
 def fit(growth, fitted=(2, 4)):
@@ -178,8 +193,9 @@ def fit(growth, fitted=(2, 4)):
         for size in SIZES:
             ms = statistics.median(growth[str(count)]["ms"][f"all-reduce of {size} bytes"])
             rows.append([2 * (count - 1) / ms, 2 * (count - 1) / count * size / ms])
-    solution = torch.linalg.lstsq(torch.tensor(rows, dtype=torch.float64),
-                                  torch.ones(len(rows), 1, dtype=torch.float64)).solution
+    solution = torch.linalg.lstsq(
+        torch.tensor(rows, dtype=torch.float64), torch.ones(len(rows), 1, dtype=torch.float64)
+    ).solution
     latency, inverse = solution.flatten().tolist()
     return latency, 1 / inverse
 
@@ -211,9 +227,13 @@ def tables(figures, weights):
     """[(title, columns, rows)]; weights: the bytes of the model of the first part."""
     ddp, growth = figures["ddp"], figures["growth"]
     latency, bandwidth = fit(growth)
-    return [*(table_of_ddp(rate, sides) for rate, sides in ddp.items()),
-            table_of_all_reduces(ddp, weights), table_of_growth(growth, figures["growth rate"]),
-            table_of_model(growth, latency, bandwidth), table_of_line(latency, bandwidth)]
+    return [
+        *(table_of_ddp(rate, sides) for rate, sides in ddp.items()),
+        table_of_all_reduces(ddp, weights),
+        table_of_growth(growth, figures["growth rate"]),
+        table_of_model(growth, latency, bandwidth),
+        table_of_line(latency, bandwidth),
+    ]
 
 
 def table_of_ddp(rate, sides):
@@ -222,8 +242,15 @@ def table_of_ddp(rate, sides):
     if len(during) > 1:
         names, ms = best_buckets(sides)
         rows.append([f"{names}, chosen in the other rounds", *spread(ms), *paired(ms, during)])
-    columns = {"side": "", "median": ".0f", "least": ".0f", "most": ".0f",
-               "times DDP": ".2f", "from": ".2f", "to": ".2f"}
+    columns = {
+        "side": "",
+        "median": ".0f",
+        "least": ".0f",
+        "most": ".0f",
+        "times DDP": ".2f",
+        "from": ".2f",
+        "to": ".2f",
+    }
     return f"two machines at {rate}: ms of a batch", columns, rows
 
 
@@ -231,11 +258,19 @@ def table_of_all_reduces(ddp, weights):
     rows = []
     for rate, sides in ddp.items():
         model = 1000 * 8 * weights / bits_per_second(rate)
-        after = [a - b for a, b in zip(sides["exchange after backward"], sides["no exchange"],
-                                       strict=True)]
+        after = [
+            a - b
+            for a, b in zip(sides["exchange after backward"], sides["no exchange"], strict=True)
+        ]
         rows.append([rate, model, *spread(sides["exchange alone"]), statistics.median(after)])
-    columns = {"rate": "", "bytes / rate": ".0f", "alone": ".0f", "least": ".0f", "most": ".0f",
-               "after backward": ".0f"}
+    columns = {
+        "rate": "",
+        "bytes / rate": ".0f",
+        "alone": ".0f",
+        "least": ".0f",
+        "most": ".0f",
+        "after backward": ".0f",
+    }
     return f"all-reduce of {weights / 1e6:.1f} MB between two machines, ms", columns, rows
 
 
@@ -245,14 +280,32 @@ def table_of_growth(growth, rate):
         ms, ring = found["ms"], None
         if "ring of 04" in ms:
             ring = paired(ms["ring of 04"], ms[f"all-reduce of {SIZES[-1]} bytes"])[0]
-        rows.append([int(count), found["connected"] - found["begin"], found["joining"],
-                     found["traffic"] / 1000, *spread(ms["step"]), paired(base, ms["step"])[0],
-                     ring])
-    columns = {"machines": "d", "to the group, s": ".1f", "joining, s": ".2f",
-               "kB while joining": ".0f", "a step, ms": ".0f", "least": ".0f", "most": ".0f",
-               "efficiency": ".2f", "04's ring / Gloo's": ".2f"}
-    title = (f"machines at {rate}: a sleep of {1000 * SLEEP:.0f} ms, and an all-reduce of"
-             f" {SIZES[-1] / 1e6:.0f} MB")
+        rows.append(
+            [
+                int(count),
+                found["connected"] - found["begin"],
+                found["joining"],
+                found["traffic"] / 1000,
+                *spread(ms["step"]),
+                paired(base, ms["step"])[0],
+                ring,
+            ]
+        )
+    columns = {
+        "machines": "d",
+        "to the group, s": ".1f",
+        "joining, s": ".2f",
+        "kB while joining": ".0f",
+        "a step, ms": ".0f",
+        "least": ".0f",
+        "most": ".0f",
+        "efficiency": ".2f",
+        "04's ring / Gloo's": ".2f",
+    }
+    title = (
+        f"machines at {rate}: a sleep of {1000 * SLEEP:.0f} ms, and an all-reduce of"
+        f" {SIZES[-1] / 1e6:.0f} MB"
+    )
     return title, columns, rows
 
 
@@ -262,12 +315,29 @@ def table_of_model(growth, latency, bandwidth):
         for size in SIZES:
             measured = growth[str(count)]["ms"][f"all-reduce of {size} bytes"]
             model = predicted(count, size, latency, bandwidth)
-            rows.append([f"{count}, {'predicted' if count == 8 else 'fitted'}", size / 1000,
-                         *spread(measured), model, model / statistics.median(measured) - 1])
-    columns = {"machines": "", "kB": ".0f", "ms": ".1f", "least": ".1f", "most": ".1f",
-               "model": ".1f", "off by": "+.0%"}
-    return (f"the model: {latency:.2f} ms a message, {8 * bandwidth / 1e3:.0f} Mbit/s", columns,
-            rows)
+            rows.append(
+                [
+                    f"{count}, {'predicted' if count == 8 else 'fitted'}",
+                    size / 1000,
+                    *spread(measured),
+                    model,
+                    model / statistics.median(measured) - 1,
+                ]
+            )
+    columns = {
+        "machines": "",
+        "kB": ".0f",
+        "ms": ".1f",
+        "least": ".1f",
+        "most": ".1f",
+        "model": ".1f",
+        "off by": "+.0%",
+    }
+    return (
+        f"the model: {latency:.2f} ms a message, {8 * bandwidth / 1e3:.0f} Mbit/s",
+        columns,
+        rows,
+    )
 
 
 def table_of_line(latency, bandwidth):
@@ -276,8 +346,11 @@ def table_of_line(latency, bandwidth):
         ms = predicted(count, SIZES[-1], latency, bandwidth)
         rows.append([count, ms, 1000 * SLEEP / (1000 * SLEEP + ms)])
     columns = {"machines": "d", "all-reduce, ms": ".0f", "efficiency": ".2f"}
-    return ("the model's line, not measured; it knows no stragglers, shared links or trees",
-            columns, rows)
+    return (
+        "the model's line, not measured; it knows no stragglers, shared links or trees",
+        columns,
+        rows,
+    )
 
 
 def main():
@@ -288,22 +361,34 @@ def main():
     new.add_argument("--width", type=number, default=368)
     new.add_argument("--rows", type=number, default=256, help="of a batch")
     new.add_argument("--batches", type=number, default=10, help="of a turn; default 10")
-    new.add_argument("--machines", type=number, nargs="+", default=[1, 2, 4, 8],
-                     help="of the second part; 1, 2 and 4 must be among them")
+    new.add_argument(
+        "--machines",
+        type=number,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="of the second part; 1, 2 and 4 must be among them",
+    )
     args = new.parse_args()
     if not {1, 2, 4} <= set(args.machines):
         new.error("--machines: 1, 2 and 4, and others")
     figures = {"ddp": {}, "growth": {}, "growth rate": args.growth_rate}
     for rate in args.rates:
         with machines(2, rate) as call:
-            figures["ddp"][rate] = call(measure_ddp, args.layers, args.width, args.rows,
-                                        args.batches, args.rounds)["ms"]
+            figures["ddp"][rate] = call(
+                measure_ddp, args.layers, args.width, args.rows, args.batches, args.rounds
+            )["ms"]
     for count in args.machines:
         with machines(count, args.growth_rate) as call:
             figures["growth"][str(count)] = call(measure_growth, args.batches, args.rounds)
     weights = args.layers * (args.width + 1) * args.width * 4
-    settings = {"layers": args.layers, "width": args.width, "rows": args.rows,
-                "batches": args.batches, "rounds": args.rounds, "bytes": weights}
+    settings = {
+        "layers": args.layers,
+        "width": args.width,
+        "rows": args.rows,
+        "batches": args.batches,
+        "rounds": args.rounds,
+        "bytes": weights,
+    }
     finish("network", args, "cpu", settings, figures, tables(figures, weights))
 
 

@@ -85,12 +85,32 @@ def tables(figures):
     for megabytes, rounds in figures["snapshots"].items():
         writes, copies = zip(*rounds, strict=True)
         write, least, most = spread(writes)
-        rows.append([f"{float(megabytes):g} MB", write, least, most, float(megabytes) / write,
-                     write / figures["epoch"], 100 * write, *spread(copies),
-                     1 - paired(copies, writes)[0]])
-    columns = {"snapshot": "", "seconds": ".3f", "least": ".3f", "most": ".3f", "MB/s": ".0f",
-               "of an epoch of 02": ".1%", "1 % of so many s": ".1f", "copy, s": ".3f",
-               "from": ".3f", "to": ".3f", "saved by async": ".0%"}
+        rows.append(
+            [
+                f"{float(megabytes):g} MB",
+                write,
+                least,
+                most,
+                float(megabytes) / write,
+                write / figures["epoch"],
+                100 * write,
+                *spread(copies),
+                1 - paired(copies, writes)[0],
+            ]
+        )
+    columns = {
+        "snapshot": "",
+        "seconds": ".3f",
+        "least": ".3f",
+        "most": ".3f",
+        "MB/s": ".0f",
+        "of an epoch of 02": ".1%",
+        "1 % of so many s": ".1f",
+        "copy, s": ".3f",
+        "from": ".3f",
+        "to": ".3f",
+        "saved by async": ".0%",
+    }
     title = f"a snapshot; an epoch of 02 took {figures['epoch']:.2f} s"
     return [*found, (title, columns, rows)]
 
@@ -106,17 +126,24 @@ def main():
         new.error("--megabytes: sizes above 0")
     # What 02 has within: without it, restarted workers read the addresses of the dead.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    results = alternate({
-        SMALLEST: lambda: recover([ROOT / "benchmarks/parts/smallest_ddp.py", 60_000], 0),
-        "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], 2),
-    }, args.rounds)
+    results = alternate(
+        {
+            SMALLEST: lambda: recover([ROOT / "benchmarks/parts/smallest_ddp.py", 60_000], 0),
+            "02": lambda: recover([ROOT / "02_torchrun_elastic.py", 1000], 2),
+        },
+        args.rounds,
+    )
     figures = {name: [parts for parts, _ in found] for name, found in results.items()}
     epoch = statistics.median(epoch for _, epoch in results["02"])
     with tempfile.TemporaryDirectory(dir=args.folder, prefix=".snapshots-") as folder:
-        sizes = {f"{size:g}": lambda size=size: snapshot_seconds(size, folder)
-                 for size in args.megabytes}
-        figures = {"recoveries": figures, "epoch": epoch,
-                   "snapshots": alternate(sizes, args.rounds)}
+        sizes = {
+            f"{size:g}": lambda size=size: snapshot_seconds(size, folder) for size in args.megabytes
+        }
+        figures = {
+            "recoveries": figures,
+            "epoch": epoch,
+            "snapshots": alternate(sizes, args.rounds),
+        }
     finish("recovery", args, DEVICE, {"rounds": args.rounds}, figures, tables(figures))
 
 

@@ -43,10 +43,11 @@ pick_device = load_script("04_collectives.py").pick_device
 def epoch_speed(device, data, share, steps, ddp):
     """Return the images/s of all ranks of the present group together, in steps of 02's loop."""
     world_size = SCRIPT.dist.get_world_size()
-    train_set = TensorDataset(*(tensor[:share * steps * world_size] for tensor in data))
+    train_set = TensorDataset(*(tensor[: share * steps * world_size] for tensor in data))
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(
-        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True))
+        train_set, batch_size=None, sampler=BatchSampler(sampler, share, drop_last=True)
+    )
     torch.manual_seed(0)
     model = SCRIPT.Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
@@ -86,26 +87,32 @@ def measure(rank, _, store, world_sizes, batch_size, steps, rounds):
                     store.set(f"end of turn {turn}", "")
             store.wait([f"end of turn {turn}"])
             return result
+
         return take_turn
 
     sides = {}
     for world_size in world_sizes:
         share = batch_size // world_size
         sides[f"per rank {world_size}"] = side(
-            world_size, epoch_speed, data, batch_size, steps, True)
+            world_size, epoch_speed, data, batch_size, steps, True
+        )
         sides[f"in all {world_size}"] = side(world_size, epoch_speed, data, share, steps, True)
         if device.type == "cpu":  # with GPUs, the scheduling stays as it is
             sides[f"usual {world_size}"] = side(
-                world_size, epoch_speed, data, batch_size, steps, True, batch=False)
+                world_size, epoch_speed, data, batch_size, steps, True, batch=False
+            )
         sides[f"strangers {world_size}"] = side(
-            world_size, epoch_speed, data, batch_size, steps, False)
+            world_size, epoch_speed, data, batch_size, steps, False
+        )
         sides[f"exchange {world_size}"] = side(world_size, exchange_ms, steps)
         if device.type == "cpu":
             sides[f"exchange, usual {world_size}"] = side(
-                world_size, exchange_ms, steps, batch=False)
+                world_size, exchange_ms, steps, batch=False
+            )
     if device.type == "cpu":
         sides["all cores 1"] = side(
-            1, epoch_speed, data, batch_size, steps, True, threads=count_cores())
+            1, epoch_speed, data, batch_size, steps, True, threads=count_cores()
+        )
     return alternate(sides, rounds)
 
 
@@ -118,8 +125,15 @@ def tables(figures, batch_size, places):
         "strangers": f"strangers, batch size {batch_size} each: no DDP, what the machine allows",
         "all cores": f"one rank with a thread on each core, batch size {batch_size}",
     }
-    columns = {"ranks": "d", "images/s": ".0f", "times one rank": ".2f", "ideal": "d",
-               "efficiency": ".2f", "times, from": ".2f", "to": ".2f"}
+    columns = {
+        "ranks": "d",
+        "images/s": ".0f",
+        "times one rank": ".2f",
+        "ideal": "d",
+        "efficiency": ".2f",
+        "times, from": ".2f",
+        "to": ".2f",
+    }
     found = []
     for setting, title in titles.items():
         rows = []
@@ -136,22 +150,50 @@ def tables(figures, batch_size, places):
     for key, speeds in figures.items():
         if key.startswith("per rank"):
             ranks = int(key.split()[-1])
-            step, alone = (statistics.median(1000 * batch_size * ranks / speed for speed in side)
-                           for side in (speeds, figures[f"strangers {ranks}"]))
+            step, alone = (
+                statistics.median(1000 * batch_size * ranks / speed for speed in side)
+                for side in (speeds, figures[f"strangers {ranks}"])
+            )
             exchange = statistics.median(figures[f"exchange {ranks}"])
             rows.append([ranks, step, alone, exchange, step - alone - exchange])
-    columns = {"ranks": "d", "a step": ".1f", "a stranger's": ".1f", "all-reduce": ".1f",
-               "the rest": ".1f"}
+    columns = {
+        "ranks": "d",
+        "a step": ".1f",
+        "a stranger's": ".1f",
+        "all-reduce": ".1f",
+        "the rest": ".1f",
+    }
     found.append((f"ms of a step, batch size {batch_size} per rank", columns, rows))
-    rows = [[ranks, *paired(figures[f"per rank {ranks}"], usual),
-             *paired(figures[f"exchange, usual {ranks}"], figures[f"exchange {ranks}"])]
-            for ranks, usual in ((int(key.split()[-1]), speeds) for key, speeds in figures.items()
-                                 if key.startswith("usual")) if ranks > 1]
+    rows = [
+        [
+            ranks,
+            *paired(figures[f"per rank {ranks}"], usual),
+            *paired(figures[f"exchange, usual {ranks}"], figures[f"exchange {ranks}"]),
+        ]
+        for ranks, usual in (
+            (int(key.split()[-1]), speeds)
+            for key, speeds in figures.items()
+            if key.startswith("usual")
+        )
+        if ranks > 1
+    ]
     if rows:
-        columns = {"ranks": "d", "images/s": ".2f", "from": ".2f", "to": ".2f",
-                   "all-reduce": ".2f", " from": ".2f", " to": ".2f"}
-        found.append(("batch against usual scheduling: speed; usual against batch: all-reduce",
-                      columns, rows))
+        columns = {
+            "ranks": "d",
+            "images/s": ".2f",
+            "from": ".2f",
+            "to": ".2f",
+            "all-reduce": ".2f",
+            " from": ".2f",
+            " to": ".2f",
+        }
+        found.append(
+            (
+                "batch against usual scheduling: speed; usual against batch: all-reduce",
+                columns,
+                rows,
+            )
+        )
     return found
 
 
@@ -168,8 +210,12 @@ def main():
     if max(ranks) > args.batch_size:
         new.error(f"--batch-size: {max(ranks)} or more, an image for each rank")
     figures = run_ranks(measure, max(ranks), ranks, args.batch_size, args.steps, args.rounds)
-    settings = {"batch size": args.batch_size, "steps": args.steps, "rounds": args.rounds,
-                "cores or GPUs": places}
+    settings = {
+        "batch size": args.batch_size,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "cores or GPUs": places,
+    }
     finish("scaling", args, device, settings, figures, tables(figures, args.batch_size, places))
 
 

@@ -43,12 +43,28 @@ def tables(figures):
     rows = []
     for name, rounds in figures.items():
         smallest = SMALLEST[SIDES[name][1]]
-        rows.append([name, *spread(totals[name]), *paired(totals[name], totals[smallest]),
-                     *(statistics.median(part) for part in zip(*rounds, strict=True))])
-    columns = {"script": "", "seconds": ".2f", "least": ".2f", "most": ".2f",
-               "times smallest": ".2f", "from": ".2f", "to": ".2f", "launcher": ".2f",
-               "imports": ".2f", "joining": ".2f", "model": ".2f",
-               "first step": ".2f"}
+        rows.append(
+            [
+                name,
+                *spread(totals[name]),
+                *paired(totals[name], totals[smallest]),
+                *(statistics.median(part) for part in zip(*rounds, strict=True)),
+            ]
+        )
+    columns = {
+        "script": "",
+        "seconds": ".2f",
+        "least": ".2f",
+        "most": ".2f",
+        "times smallest": ".2f",
+        "from": ".2f",
+        "to": ".2f",
+        "launcher": ".2f",
+        "imports": ".2f",
+        "joining": ".2f",
+        "model": ".2f",
+        "first step": ".2f",
+    }
     return [("to the first trained step", columns, rows)]
 
 
@@ -57,8 +73,11 @@ def main():
     new.add_argument("--only", nargs="+", choices=["01", "02", "03"], default=["01", "02", "03"])
     args = new.parse_args()
     used = {SIDES[name][1] for name in args.only}
-    sides = {name: command for name, (command, launcher) in SIDES.items()
-             if name in args.only or name in {SMALLEST[each] for each in used}}
+    sides = {
+        name: command
+        for name, (command, launcher) in SIDES.items()
+        if name in args.only or name in {SMALLEST[each] for each in used}
+    }
     sides = {name: lambda command=command: start(command) for name, command in sides.items()}
     figures = alternate(sides, args.rounds)
     finish("startup", args, DEVICE, {"rounds": args.rounds}, figures, tables(figures))

@@ -60,8 +60,9 @@ def new_model(device, ddp=True, variant=None):
     model = SCRIPT.Net().to(device)
     if variant == "channels-last":
         model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9,
-                                fused=variant == "fused SGD")
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.03, momentum=0.9, fused=variant == "fused SGD"
+    )
     model = DDP(model, gradient_as_bucket_view=True) if ddp else model
     return (torch.compile(model) if variant == "torch.compile" else model), optimizer
 
@@ -77,14 +78,22 @@ def customary_loader(folder, share, workers, device):
     from torchvision import datasets, transforms
 
     transform = transforms.Compose(
-        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
     train_set = datasets.MNIST(folder, train=True, transform=transform)
     sampler = DistributedSampler(train_set, drop_last=True)
     # persistent_workers and forkserver are not customary: they spare this side the start of its
     # workers in each epoch, and let them end without complaint.
-    return DataLoader(train_set, share, sampler=sampler, drop_last=True, num_workers=workers,
-                      pin_memory=device.type != "cpu", persistent_workers=workers > 0,
-                      multiprocessing_context="forkserver" if workers else None)
+    return DataLoader(
+        train_set,
+        share,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=workers,
+        pin_memory=device.type != "cpu",
+        persistent_workers=workers > 0,
+        multiprocessing_context="forkserver" if workers else None,
+    )
 
 
 class Copied:
@@ -149,8 +158,12 @@ def measure(rank, world_size, store, folder, images, batch_sizes, workers, varia
     # that, memory went back to the system in each step, and steps of 512 took twice as long.
     train_set = TensorDataset(*SCRIPT.generate_data(images))
     with process_group(backend, store, "throughput", rank, world_size):
-        return {size: measure_batch(size // world_size, world_size, device, folder, train_set,
-                                    workers, variants, rounds) for size in batch_sizes}
+        return {
+            size: measure_batch(
+                size // world_size, world_size, device, folder, train_set, workers, variants, rounds
+            )
+            for size in batch_sizes
+        }
 
 
 def measure_batch(share, world_size, device, folder, train_set, workers, variants, rounds):
@@ -168,6 +181,7 @@ def measure_batch(share, world_size, device, folder, train_set, workers, variant
         def epoch():
             with torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16 autocast"):
                 SCRIPT.train_epoch(model, batches, optimizer, device)
+
         return epoch
 
     def customary(workers):
@@ -185,8 +199,7 @@ def measure_batch(share, world_size, device, folder, train_set, workers, variant
     sides |= {f"02, {name}": epoch_of_variant(name) for name in variants}
     batches = [(x.to(device), y.to(device)) for x, y in loader]
     sides |= limit_epochs(batches, device)
-    timed = {name: lambda call=call: images / seconds(call, device)
-             for name, call in sides.items()}
+    timed = {name: lambda call=call: images / seconds(call, device) for name, call in sides.items()}
     return alternate(timed, rounds)
 
 
@@ -195,11 +208,24 @@ def tables(figures, device):
     found = []
     for setting, sides in figures.items():
         batch_size, world_size = setting.split()
-        rows = [[name, *spread(speeds), *paired(speeds, sides["02"])]
-                for name, speeds in sides.items()]
-        found.append((f"batch size {batch_size}, ranks on {device}: {world_size}",
-                      {"loop": "", "images/s": ".0f", "least": ".0f", "most": ".0f",
-                       "times 02": ".2f", "from": ".2f", "to": ".2f"}, rows))
+        rows = [
+            [name, *spread(speeds), *paired(speeds, sides["02"])] for name, speeds in sides.items()
+        ]
+        found.append(
+            (
+                f"batch size {batch_size}, ranks on {device}: {world_size}",
+                {
+                    "loop": "",
+                    "images/s": ".0f",
+                    "least": ".0f",
+                    "most": ".0f",
+                    "times 02": ".2f",
+                    "from": ".2f",
+                    "to": ".2f",
+                },
+                rows,
+            )
+        )
     return found
 
 
@@ -212,8 +238,13 @@ def main():
     args = new.parse_args()
     gpus, device = find_gpus()
     # One rank last: there, it is DDP that is looked at, and not the loading.
-    changes = ["fused SGD", "channels-last", "bf16 autocast", *["non_blocking"] * bool(gpus),
-               *["torch.compile"] * args.compile]
+    changes = [
+        "fused SGD",
+        "channels-last",
+        "bf16 autocast",
+        *["non_blocking"] * bool(gpus),
+        *["torch.compile"] * args.compile,
+    ]
     world_size = gpus or 2
     # Each rank has workers of its own: all together at most as many as there are cores.
     workers = args.workers or sorted({0, 1, max(1, count_cores() // world_size)})
@@ -221,14 +252,23 @@ def main():
     ranks.setdefault(1, ([], []))
     images = args.images or (60_000 if gpus else 8192)
     if not max(ranks) <= min(args.batch_sizes) <= max(args.batch_sizes) <= images:
-        new.error(f"--batch-sizes: from {max(ranks)} (an image for each rank) to {images}"
-                  " (--images)")
+        new.error(
+            f"--batch-sizes: from {max(ranks)} (an image for each rank) to {images} (--images)"
+        )
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         write_mnist(folder, *SCRIPT.generate_data(images))
         for world_size, (workers, variants) in ranks.items():
-            found = run_ranks(measure, world_size, folder, images, args.batch_sizes, workers,
-                              variants, args.rounds)
+            found = run_ranks(
+                measure,
+                world_size,
+                folder,
+                images,
+                args.batch_sizes,
+                workers,
+                variants,
+                args.rounds,
+            )
             figures |= {f"{size} {world_size}": sides for size, sides in found.items()}
     settings = {"images": images, "rounds": args.rounds}
     finish("throughput", args, device, settings, figures, tables(figures, device))

@@ -58,8 +58,15 @@ def train(port, side, rounds, width):
 
 def tables(figures):
     """[(title, columns, rows)] of {side: [[ms, ms of cpu] of each round]}."""
-    columns = {"a step": "", "bare": ".2f", "least": ".2f", "most": ".2f",
-               "times if watched": ".2f", "from": ".2f", "to": ".2f"}
+    columns = {
+        "a step": "",
+        "bare": ".2f",
+        "least": ".2f",
+        "most": ".2f",
+        "times if watched": ".2f",
+        "from": ".2f",
+        "to": ".2f",
+    }
     rows = []
     for i, what in enumerate(("ms", "ms of cpu")):
         bare, watched = ([turn[i] for turn in figures[side]] for side in ("bare", "watched"))
@@ -82,13 +89,26 @@ def main():
         store.set(f"{side} {turn}", "go")
         return max(json.loads(store.get(f"{side} {turn} {rank}")) for rank in range(2))
 
-    environment, running = os.environ | {"CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": socket.if_indextoname(1), "OMP_NUM_THREADS": "1"}, []
+    environment, running = (
+        os.environ
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": socket.if_indextoname(1),
+            "OMP_NUM_THREADS": "1",
+        },
+        [],
+    )
     try:
         for side, before in jobs.items():
             words = [*before, *command, side, args.rounds, args.width]
-            running.append(subprocess.Popen([*map(str, words)], env=environment,
-                                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+            running.append(
+                subprocess.Popen(
+                    [*map(str, words)],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            )
         for side in jobs:
             take(side)
         figures = alternate({side: lambda side=side: take(side) for side in jobs}, args.rounds)

@@ -44,16 +44,27 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 # Elsewhere 2 and 3. Of 4 ranks, one is no neighbour of this one.
-WORLD_SIZES = dict.fromkeys(("04_ring_all_reduce.py", "09_stop_together.py", "21_mesh.py"),
-                            (2, 3, 4))
+WORLD_SIZES = dict.fromkeys(
+    ("04_ring_all_reduce.py", "09_stop_together.py", "21_mesh.py"), (2, 3, 4)
+)
 ASKED_TO_END, FORKING = [], []  # the signals that came; not empty while processes are started
 LIMIT = 8  # seconds for a trial on an idle machine: one that hangs is ended then
 # A fork is quick, as torch is loaded already, and safe, as it has not been used.
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 FOLDER = Path(__file__).resolve().parent
 SOLUTIONS, REMEMBERED = FOLDER / "solutions", FOLDER / ".solved.json"
-KINDS = ("allreduce", "reducescatter", "allgather", "alltoall", "scatter", "gather", "broadcast",
-         "reduce", "send", "recv")  # fmt: skip
+KINDS = (
+    "allreduce",
+    "reducescatter",
+    "allgather",
+    "alltoall",
+    "scatter",
+    "gather",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
+)
 
 
 CASE = [""]  # what the check tries
@@ -124,11 +135,19 @@ class Exchanges(TorchDispatchMode):
             right = all(one.is_contiguous() for one in tree_leaves(its) if torch.is_tensor(one))
             wrong = "a tensor that is not contiguous {} " + kind
             if kind == "recv" or name.startswith("output"):
-                expect(right, wrong.format("is to be filled by"), "torch.empty_like(x) takes over"
-                       " the strides of x; x.new_empty(x.shape) is contiguous. torch.distributed.nn"
-                       " may do the former, with a gradient that is not contiguous")
-            expect(right, wrong.format("goes into") + ": NCCL refuses it, or sends other elements"
-                   " than you mean", "x.contiguous() is: a copy, or x itself if it is already")
+                expect(
+                    right,
+                    wrong.format("is to be filled by"),
+                    "torch.empty_like(x) takes over"
+                    " the strides of x; x.new_empty(x.shape) is contiguous. torch.distributed.nn"
+                    " may do the former, with a gradient that is not contiguous",
+                )
+            expect(
+                right,
+                wrong.format("goes into") + ": NCCL refuses it, or sends other elements"
+                " than you mean",
+                "x.contiguous() is: a copy, or x itself if it is already",
+            )
         result = call(*args, **kwargs or {})
         if kind and kind != "recv":
             self.calls.append((kind, sent_at_least(kind, given, result)))
@@ -146,8 +165,14 @@ class Waiting(Exchanges):
         self.works, self.waited = 0, {}
         for name in "wait", "get_future", "is_completed":
             call = getattr(dist.Work, name)
-            setattr(dist.Work, name, lambda work, *args, call=call: (
-                self.waited.update({id(work): work}), call(work, *args))[1])
+            setattr(
+                dist.Work,
+                name,
+                lambda work, *args, call=call: (
+                    self.waited.update({id(work): work}),
+                    call(work, *args),
+                )[1],
+            )
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         self.works += bool(kind_of(call) and call.namespace == "c10d")  # others wait by themselves
@@ -155,9 +180,14 @@ class Waiting(Exchanges):
 
     def look_for_waits(self, told):
         left = self.works - len(self.waited)
-        expect(left <= 0, f"{told} {left} exchanges were begun, and nobody waits for them", "with"
-               " async_op=True, a call returns at once: the sum is there when wait() returns, for"
-               " each of them", "they need not end in the order in which they begin")
+        expect(
+            left <= 0,
+            f"{told} {left} exchanges were begun, and nobody waits for them",
+            "with"
+            " async_op=True, a call returns at once: the sum is there when wait() returns, for"
+            " each of them",
+            "they need not end in the order in which they begin",
+        )
 
 
 class InThread(TorchDispatchMode):
@@ -197,9 +227,15 @@ def sent_at_least(kind, given, result):
         return bytes_of(sent) * (1 - (splits[rank] / max(sum(splits), 1) if splits else 1 / n))
     if kind == "gather":
         return 0 if is_root else bytes_of(given.get("input_tensors", given.get("input_tensor")))
-    parts = {"allreduce": 2 * (n - 1) / n, "reducescatter": (n - 1) / n, "allgather": (n - 1) / n,
-             "scatter": is_root * (n - 1) / n, "broadcast": is_root and n > 1,
-             "reduce": not is_root, "send": 1}  # fmt: skip
+    parts = {
+        "allreduce": 2 * (n - 1) / n,
+        "reducescatter": (n - 1) / n,
+        "allgather": (n - 1) / n,
+        "scatter": is_root * (n - 1) / n,
+        "broadcast": is_root and n > 1,
+        "reduce": not is_root,
+        "send": 1,
+    }
     return parts[kind] * max(bytes_of(one) for one in (*given.values(), result))
 
 
@@ -211,8 +247,9 @@ def bytes_kept(*but_not):
     """Return the bytes of all tensors that this process holds, those of but_not apart."""
     gc.collect()
     skip = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(but_not)}
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-                for one in tensors()}  # fmt: skip
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors()
+    }
     return sum(size for pointer, size in storages.items() if pointer not in skip)
 
 
@@ -257,8 +294,10 @@ def solved(exercise, args):
     for world_size in WORLD_SIZES.get(exercise.name, (2, 3)):
         right, text = verdict(run(exercise, world_size, answer), args.hint)
         for line in f"{world_size} ranks: {text}".splitlines():
-            print(textwrap.fill(line, 100, subsequent_indent=6 * " ", break_on_hyphens=False),
-                  flush=True)
+            print(
+                textwrap.fill(line, 100, subsequent_indent=6 * " ", break_on_hyphens=False),
+                flush=True,
+            )
         if not right:
             return False
     if args.solution:
@@ -335,13 +374,16 @@ def verdict(reports, second_hint=False):
         return False, "\n    ".join([text, *hints])
     ends = {"right": "has come to the end", "nothing": "gives no answer"}
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
-    hint = ("each waits for its partner: for all others to make the same call with tensors of the"
-            " same size, or for the recv that belongs to its send, or for the wait() of what isend"
-            " or irecv has returned")
+    hint = (
+        "each waits for its partner: for all others to make the same call with tensors of the"
+        " same size, or for the recv that belongs to its send, or for the wait() of what isend"
+        " or irecv has returned"
+    )
     if "works" in by_kind:
         hint = "that line takes long, or never ends: no other rank is to blame"
-    return False, "\n    ".join([f"not yet. After {limit():.0f} s, there is no end:", *lines,
-                                 f"hint: {hint}"])
+    return False, "\n    ".join(
+        [f"not yet. After {limit():.0f} s, there is no end:", *lines, f"hint: {hint}"]
+    )
 
 
 # ---- The processes ----
@@ -373,8 +415,12 @@ def run_once(exercise, world_size, answer, context, life, folder):
         FORKING.append(True)
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            workers.append(context.Process(target=worker, args=(
-                exercise, answer, rank, world_size, life, folder, theirs, seconds)))
+            workers.append(
+                context.Process(
+                    target=worker,
+                    args=(exercise, answer, rank, world_size, life, folder, theirs, seconds),
+                )
+            )
             workers[-1].start()
             theirs.close()  # so that we see when the process has ended
             ends[ours] = rank
@@ -411,8 +457,10 @@ def end_group(leader):
 def how_it_ended(status):
     if status == -signal.SIGKILL:
         return "killed", "the process was killed"
-    hints = ["do all ranks exchange tensors of the same size and dtype, in the same order?",
-             "a set, for one, has another order in each process"]
+    hints = [
+        "do all ranks exchange tensors of the same size and dtype, in the same order?",
+        "a set, for one, has another order in each process",
+    ]
     return "died", f"the process has ended, with status {status}", hints if status < 0 else []
 
 
@@ -427,7 +475,8 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
     threading.Thread(target=end_with_parent, daemon=True).start()
     sys.stdout = sys.stderr = out = Prefixed(f"[rank {rank}/{world_size}] ")
     sys.breakpointhook = lambda *_, **__: print(
-        "breakpoint() has no terminal in a rank: print() what you want to see")
+        "breakpoint() has no terminal in a rank: print() what you want to see"
+    )
     warnings.simplefilter("ignore", FutureWarning)  # of new names for calls that still work
     torch.set_num_threads(1)
     gc.freeze()  # bytes_kept then looks only through what comes from now on
@@ -460,8 +509,13 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
     timer.daemon = True
     try:
         check = load(exercise, answer, rank)
-        dist.init_process_group("gloo", f"file://{folder}/meet-{life}", rank=rank,
-                                world_size=world_size, timeout=timedelta(seconds=seconds + 60))
+        dist.init_process_group(
+            "gloo",
+            f"file://{folder}/meet-{life}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds + 60),
+        )
         timer.start()
         asked = inspect.signature(check["trial"]).parameters
         given = {"life": life, "folder": Path(folder)}
@@ -475,11 +529,17 @@ def worker(exercise, answer, rank, world_size, life, folder, answers, seconds):
             task = (code.co_consts[0] or "").partition("\n")[0]
             where = f"{code.co_name}, line {code.co_firstlineno},"
             read = re.search(r"\n(Read before(?:.+\n)*)", sys.modules["answer"].__doc__)
-            say("empty", f"{where} is still empty. To do:\n    {task}",
-                [" ".join(read[1].split()) if read else ""])
+            say(
+                "empty",
+                f"{where} is still empty. To do:\n    {task}",
+                [" ".join(read[1].split()) if read else ""],
+            )
         else:
-            say("error", describe(error, own),
-                [hint for words, hint in HINTS.items() if re.search(words, str(error))])
+            say(
+                "error",
+                describe(error, own),
+                [hint for words, hint in HINTS.items() if re.search(words, str(error))],
+            )
     else:
         timer.cancel()
         say("right", figures or "")
@@ -548,8 +608,11 @@ class Sets(ast.NodeTransformer):
 
     def visit_Set(self, node):
         self.generic_visit(node)
-        items = (ast.List(node.elts, ast.Load()) if isinstance(node, ast.Set) else
-                 ast.ListComp(node.elt, node.generators))
+        items = (
+            ast.List(node.elts, ast.Load())
+            if isinstance(node, ast.Set)
+            else ast.ListComp(node.elt, node.generators)
+        )
         return ast.copy_location(ast.Call(ast.Name("set", ast.Load()), [items], []), node)
 
     visit_SetComp = visit_Set
@@ -559,8 +622,10 @@ def describe(error, own):
     """Say what an exception is, with the learner's lines of the traceback alone."""
     lines = [f"{CASE[0]}{', ' * bool(CASE[0])}an exception:"]
     if isinstance(error, SyntaxError) and error.filename == own:
-        lines += [f"{Path(own).name}, line {error.lineno}: {(error.text or '').strip()}",
-                  f"{type(error).__name__}: {error.msg}"]
+        lines += [
+            f"{Path(own).name}, line {error.lineno}: {(error.text or '').strip()}",
+            f"{type(error).__name__}: {error.msg}",
+        ]
         return "\n    ".join(lines)
     stack = traceback.extract_tb(error.__traceback__)
     for frame in [frame for frame in stack if frame.filename == own] or stack[-1:]:

@@ -45,10 +45,14 @@ import torch.distributed as dist
 PORT = 29613  # of a check with names. Not the port of a job, as a check must not disturb a job
 CONNECT_LIMIT = 70  # seconds
 LOOPBACK = ("127.", "::1")
-CLOSED_PORTS = ("the machines reach the first one, but not each other: open all ports between"
-                " them. A rank listens at a port chosen at random")
-CUT = ("the network was cut, a machine hangs, or large packets are lost, as MTUs differ (ip link"
-       " shows it; a switch has one, too): all had just exchanged data")
+CLOSED_PORTS = (
+    "the machines reach the first one, but not each other: open all ports between"
+    " them. A rank listens at a port chosen at random"
+)
+CUT = (
+    "the network was cut, a machine hangs, or large packets are lost, as MTUs differ (ip link"
+    " shows it; a switch has one, too): all had just exchanged data"
+)
 
 
 def main():
@@ -67,8 +71,11 @@ def main():
         wait_for_listener(host, port, args.timeout)
     try:
         # Some waits of the store have no timeout.
-        with time_limit(args.timeout + 15, f"{host}:{port} accepts connections, but does not"
-                        " answer: is it another program, or was the network cut?"):
+        with time_limit(
+            args.timeout + 15,
+            f"{host}:{port} accepts connections, but does not"
+            " answer: is it another program, or was the network cut?",
+        ):
             store = reach_store(host, port, runs_store, args.timeout)
             mine = describe_process(rank, local_rank, local_world_size, backend)
             machines, faults = compare(store, mine, rank, everyone, by_name, args.timeout)
@@ -85,12 +92,16 @@ def main():
     except Exception as error:  # the store, Gloo and NCCL raise types of their own
         stop(diagnose(error, silent), status=1)
     if args.machines and not by_name:
-        log("note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine, and"
-            " --rdzv-conf=is_host=1 on the first, is_host=0 on the others")
+        log(
+            "note: give torchrun addresses, too: --local-addr=ITS_ADDRESS on each machine, and"
+            " --rdzv-conf=is_host=1 on the first, is_host=0 on the others"
+        )
     different = {(m["machine"], m["address"]) for m in machines}
     if len(different) < len(machines):
-        log("note: a machine is there twice. torchrun starts all processes of a machine: start one"
-            " on each (under Slurm: --ntasks-per-node=1)")
+        log(
+            "note: a machine is there twice. torchrun starts all processes of a machine: start one"
+            " on each (under Slurm: --ntasks-per-node=1)"
+        )
     count = f"{len(different)} machine{'s' if len(different) > 1 else ''}"
     log(f"check passed: {len(everyone)} ranks on {count}")
     dist.destroy_process_group()
@@ -104,8 +115,10 @@ def find_place(names):
     """
     under_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if under_torchrun == bool(names):
-        stop("name all machines (python launch/check_machines.py node1 node2), or use torchrun"
-             " without names")
+        stop(
+            "name all machines (python launch/check_machines.py node1 node2), or use torchrun"
+            " without names"
+        )
     if names:
         rank = own_place(names)
         return rank, names, names[0], PORT, rank == 0
@@ -123,8 +136,10 @@ def own_place(names):
     """Return which of the named machines this one is, counted from 0. Stop if it is none."""
     place = None
     if "" in names or len({*names}) < len(names):
-        stop(f"a name is empty or stands there twice: {' '.join(map(repr, names))}. Name each"
-             " machine once, in the same order on all")
+        stop(
+            f"a name is empty or stands there twice: {' '.join(map(repr, names))}. Name each"
+            " machine once, in the same order on all"
+        )
     for i, name in enumerate(names):
         if fault := fault_of_name(name):
             stop(fault, status=1)
@@ -154,8 +169,10 @@ def fault_of_name(name, other=None):
         fault = f"{other} calls itself {name}, and on {here} that means {here}: correct"
     except OSError:
         fault = f"{here} does not know the name {name}: add it to"
-    return (f"{fault} /etc/hosts, or give its address instead (torchrun on {other_or_name}:"
-            " --local-addr=ITS_ADDRESS)")
+    return (
+        f"{fault} /etc/hosts, or give its address instead (torchrun on {other_or_name}:"
+        " --local-addr=ITS_ADDRESS)"
+    )
 
 
 def wait_for_listener(host, port, timeout):
@@ -167,23 +184,30 @@ def wait_for_listener(host, port, timeout):
         try:
             return socket.create_connection((host, port), timeout=2).close()
         except ConnectionRefusedError:
-            reason = (f"{host} is up, but nothing listens there. Start the check on {host}, too,"
-                      " with the names in the same order")
+            reason = (
+                f"{host} is up, but nothing listens there. Start the check on {host}, too,"
+                " with the names in the same order"
+            )
             if address_of(host).startswith(LOOPBACK):  # only right on the first machine
                 reason = fault_of_name(host, "the first machine")
         except OSError as error:
-            reason = (f"{error}. Is {host} up, is its address right, and is the port open in its"
-                      f" firewall? To test: nc -vz {host} {port}")
+            reason = (
+                f"{error}. Is {host} up, is its address right, and is the port open in its"
+                f" firewall? To test: nc -vz {host} {port}"
+            )
         if time.monotonic() > deadline:
-            stop(f"{host}:{port} has not answered {socket.gethostname()} for {timeout} s: {reason}",
-                 status=1)
+            stop(
+                f"{host}:{port} has not answered {socket.gethostname()} for {timeout} s: {reason}",
+                status=1,
+            )
         time.sleep(0.2)
 
 
 def reach_store(host, port, runs_store, timeout):
     """Return the store. If torchrun starts the processes again, they find no old entries in it."""
-    store = dist.TCPStore(host, port, is_master=runs_store, wait_for_workers=False,
-                          timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore(
+        host, port, is_master=runs_store, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
     return dist.PrefixStore(f"check {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -197,12 +221,17 @@ def describe_process(rank, local_rank, local_world_size, backend):
     except OSError:
         address = "none"  # this machine does not know its own name
     first = rank - local_rank
-    return {"local rank": local_rank, "machine": socket.gethostname(), "address": address,
-            "name": socket.getfqdn(),  # torchrun gives the others this one, or --local-addr
-            "ranks": " ".join(str(r) for r in range(first, first + local_world_size)),
-            "processes": local_world_size, "backend": backend,
-            "GPUs": 0 if backend == "gloo" else torch.accelerator.device_count(),
-            "torch": torch.__version__}
+    return {
+        "local rank": local_rank,
+        "machine": socket.gethostname(),
+        "address": address,
+        "name": socket.getfqdn(),  # torchrun gives the others this one, or --local-addr
+        "ranks": " ".join(str(r) for r in range(first, first + local_world_size)),
+        "processes": local_world_size,
+        "backend": backend,
+        "GPUs": 0 if backend == "gloo" else torch.accelerator.device_count(),
+        "torch": torch.__version__,
+    }
 
 
 def compare(store, mine, rank, everyone, by_name, timeout):
@@ -226,8 +255,11 @@ def collect(store, key, mine, rank, everyone, timeout):
         store.wait(keys, timedelta(seconds=timeout + 2 if rank == 0 else timeout))
     except dist.DistStoreError:  # the time is over
         missing = [name for r, name in enumerate(everyone) if not store.check([keys[r]])]
-        stop(f"{', '.join(missing)} did not come within {timeout} s: is the check running there,"
-             " with the names in the same order, and what does it say?", status=1)
+        stop(
+            f"{', '.join(missing)} did not come within {timeout} s: is the check running there,"
+            " with the names in the same order, and what does it say?",
+            status=1,
+        )
     return [json.loads(store.get(k)) for k in keys]
 
 
@@ -238,21 +270,31 @@ def find_faults(machines, mine, by_name):
     by_interface = os.environ.get("GLOO_SOCKET_IFNAME")
     usable = address in interfaces if by_interface else not address.startswith((*LOOPBACK, "none"))
     if len(machines) > 1 and not usable:
-        what = ("has no interface with this name" if by_interface and address != "lo" else
-                "gives the others an address that only it can use")
-        fault = (f"{machine} {what} ({address}): on"
-                 f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}")
+        what = (
+            "has no interface with this name"
+            if by_interface and address != "lo"
+            else "gives the others an address that only it can use"
+        )
+        fault = (
+            f"{machine} {what} ({address}): on"
+            f" {machine}, set GLOO_SOCKET_IFNAME to one of {' '.join(interfaces)}"
+        )
         if mine["backend"] == "gloo":
             faults.append(fault)
         elif mine["local rank"] == 0:
-            print(f"note: a Gloo group beside {mine['backend']} would fail. {fault}\n", end="",
-                  flush=True)
+            print(
+                f"note: a Gloo group beside {mine['backend']} would fail. {fault}\n",
+                end="",
+                flush=True,
+            )
     if by_name:  # a job needs the names. Under torchrun, it has already used them
         others = [m for m in machines if m["ranks"] != mine["ranks"]]
         faults += [fault for m in others if (fault := fault_of_name(m["name"], m["machine"]))]
-    for what, cure in {"torch": "install the same version everywhere",
-                       "backend": "where it is gloo, does nvidia-smi (rocm-smi, xpu-smi) work?",
-                       "processes": "use the same --nproc-per-node everywhere"}.items():
+    for what, cure in {
+        "torch": "install the same version everywhere",
+        "backend": "where it is gloo, does nvidia-smi (rocm-smi, xpu-smi) work?",
+        "processes": "use the same --nproc-per-node everywhere",
+    }.items():
         if len({m[what] for m in machines}) > 1:
             each = ", ".join(f"{m['machine']} {m[what]}" for m in machines)
             faults.append(f"the machines differ in {what} ({each}): {cure}")
@@ -267,16 +309,23 @@ def make_group(store, rank, world_size, device, backend):
         os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))  # default: 30 minutes
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds),
-        device_id=device if device.type != "cpu" else None)  # for a GPU's backend
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
+        device_id=device if device.type != "cpu" else None,
+    )  # for a GPU's backend
     dist.barrier()
 
 
 def show(machines):
     for m in machines:
         ranks = "ranks" if m["processes"] > 1 else "rank"
-        log(f"{m['machine']}: {ranks} {m['ranks']}, {m['address']}, {m['GPUs']} GPUs, torch"
-            f" {m['torch']}")
+        log(
+            f"{m['machine']}: {ranks} {m['ranks']}, {m['address']}, {m['GPUs']} GPUs, torch"
+            f" {m['torch']}"
+        )
 
 
 def check_sums(device):
@@ -297,9 +346,12 @@ def ring_sum(tensor):
     for _ in range(world_size - 1):
         coming = torch.empty_like(passing)
         # Send and receive at once. If all ranks sent first, all would wait for ever.
-        works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, passing, (rank + 1) % world_size),
-            dist.P2POp(dist.irecv, coming, (rank - 1) % world_size)])
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, passing, (rank + 1) % world_size),
+                dist.P2POp(dist.irecv, coming, (rank - 1) % world_size),
+            ]
+        )
         for work in works:
             work.wait()
         total, passing = total + coming, coming
@@ -323,8 +375,10 @@ def measure_bandwidth(device):
             stop("a sum of 16 MiB is wrong: does the network change data?", status=1)
     seconds = min(times[1:])  # the first is slower
     sent = 2 * (world_size - 1) / world_size * block.nbytes / seconds
-    log(f"all_reduce of 16 MiB: {1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms,"
-        f" {sent / 1e9:.2f} GB/s bus bandwidth")
+    log(
+        f"all_reduce of 16 MiB: {1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms,"
+        f" {sent / 1e9:.2f} GB/s bus bandwidth"
+    )
 
 
 def diagnose(error, silent):
@@ -347,6 +401,7 @@ def diagnose(error, silent):
 @contextlib.contextmanager
 def time_limit(seconds, message):
     """End this process with the message if the block takes longer than this."""
+
     def end():
         print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
         os._exit(1)  # an exception would not reach the main thread, which hangs in torch
@@ -394,8 +449,12 @@ def stop(message, status=2):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error = stop
-    parser.add_argument("machines", nargs="*", metavar="MACHINE", help="the names of all machines,"
-                        " in the same order on each; without torchrun only")
+    parser.add_argument(
+        "machines",
+        nargs="*",
+        metavar="MACHINE",
+        help="the names of all machines, in the same order on each; without torchrun only",
+    )
     parser.add_argument("--timeout", type=int, default=30, help="seconds to wait for the others")
     args = parser.parse_args()
     if args.timeout < 1:

@@ -32,12 +32,34 @@ SAME_SIZE = "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_
 CLIP, SHARE = "recipes/clip_and_scale.py", "exercises/01_share_the_data.py"
 WRONG = "pitfalls/README.md#no-error-and-a-wrong-result"
 HOUSE = pathlib.Path(__file__).absolute().parent.parent  # where the pages are
-PARTS = {"l": "loading", "f": "forward", "b": "backward", "wait": "waiting", "x": "exchange",
-         "o": "optimizer", "s": "saving", "rest": "rest"}
-COLOURS = {"l": "#5fa55a", "f": "#4f8fd0", "b": "#1f4e8c", "w": "#f0b64a", "c": "#e0813a",
-           "o": "#8461a8", "s": "#b5473c"}
-NAMES = {"l": "loading", "f": "forward", "b": "backward", "w": "waiting and exchange in backward()",
-         "c": "collective calls", "o": "optimizer", "s": "saving"}
+PARTS = {
+    "l": "loading",
+    "f": "forward",
+    "b": "backward",
+    "wait": "waiting",
+    "x": "exchange",
+    "o": "optimizer",
+    "s": "saving",
+    "rest": "rest",
+}
+COLOURS = {
+    "l": "#5fa55a",
+    "f": "#4f8fd0",
+    "b": "#1f4e8c",
+    "w": "#f0b64a",
+    "c": "#e0813a",
+    "o": "#8461a8",
+    "s": "#b5473c",
+}
+NAMES = {
+    "l": "loading",
+    "f": "forward",
+    "b": "backward",
+    "w": "waiting and exchange in backward()",
+    "c": "collective calls",
+    "o": "optimizer",
+    "s": "saving",
+}
 
 
 class Rank:
@@ -57,16 +79,21 @@ class Rank:
         for event in self.kinds["step"]:
             self.steps[event["o"]][event["i"]] = event
         self.optimizers = {event["o"]: event for event in self.kinds["optimizer"]}
-        self.passes = {event["p"]: {**event, "crcs": [], "count": 0, "backs": 0, "rows": 0}
-            for event in self.kinds["pass"]}
+        self.passes = {
+            event["p"]: {**event, "crcs": [], "count": 0, "backs": 0, "rows": 0}
+            for event in self.kinds["pass"]
+        }
         for event in self.kinds["passed"]:
             self.passes[event["p"]].update(event, t=self.passes[event["p"]]["t"], end=event["t"])
         for event in self.kinds["after"]:
             self.passes[event["p"]]["after"] = event["backs"]
         self.has = {event["what"] for event in self.kinds["has"]}
         self.left = self.kinds["left"] + self.kinds["exit"]
-        self.count = max([e["i"] + 1 for e in self.kinds["spans"]] + [e["steps"] for e in self.left
-            if e["steps"]], default=0)
+        self.count = max(
+            [e["i"] + 1 for e in self.kinds["spans"]]
+            + [e["steps"] for e in self.left if e["steps"]],
+            default=0,
+        )
 
     def training(self):
         """Its passes over loaders in which there was a backward(), by the lines that made them."""
@@ -74,8 +101,15 @@ class Rank:
 
     def evaluations(self):
         """Its passes without a backward(), with gradients off or the model in eval mode."""
-        return self.by_key(lambda p: p.get("over") and p["count"] and not p["backs"] and p.get(
-            "after", 0) < 2 and (not p["grad"] or any(not m[0] for m in p["modes"][1])))
+        return self.by_key(
+            lambda p: (
+                p.get("over")
+                and p["count"]
+                and not p["backs"]
+                and p.get("after", 0) < 2
+                and (not p["grad"] or any(not m[0] for m in p["modes"][1]))
+            )
+        )
 
     def by_key(self, wanted):
         found = collections.defaultdict(list)
@@ -105,8 +139,9 @@ class Run:
 
     def trained(self):
         """Seconds from the first to the last step."""
-        return max((rows[-1]["t"] - rows[0]["t"] for rows in self["spans"].values() if rows),
-            default=0)
+        return max(
+            (rows[-1]["t"] - rows[0]["t"] for rows in self["spans"].values() if rows), default=0
+        )
 
     def any(self, kind):
         return [event for events in self[kind].values() for event in events]
@@ -127,8 +162,18 @@ class Run:
     def forwards(self):
         """Yield (its note, {rank: its forwards with gradients by number}) of each DDP object."""
         for number, note in self.ddp.items():
-            yield note, {r: {e["i"]: e for e in self.ranks[r].kinds["forward"] if e["ddp"] == number
-                and e["grad"]} for r in note["group"] if r in self.ranks}
+            yield (
+                note,
+                {
+                    r: {
+                        e["i"]: e
+                        for e in self.ranks[r].kinds["forward"]
+                        if e["ddp"] == number and e["grad"]
+                    }
+                    for r in note["group"]
+                    if r in self.ranks
+                },
+            )
 
     def say(self, level, what, cost="", read="", cause="", once=""):
         """level: found, or asked. once: of all with this key, the first alone is said. cause: what
@@ -168,28 +213,48 @@ def on_each(numbers):
 def no_group(alone):
     """W processes that never meet train W models. A sweep looks alike, if RANK chooses a setting:
     then the weights differ from the first step on."""
-    firsts = [next(iter(rank.steps.values()))[0]["v"] for rank in alone if rank.steps and
-        int(rank.kinds["begin"][0]["world"] or 1) > 1]
+    firsts = [
+        next(iter(rank.steps.values()))[0]["v"]
+        for rank in alone
+        if rank.steps and int(rank.kinds["begin"][0]["world"] or 1) > 1
+    ]
     if len(firsts) > 1:
-        yield ("asked" if differ(firsts) else "found", (f"{len(firsts)} processes train, and none "
-            "calls init_process_group(): so many models"), "the last one that writes the file wins",
-            "docs/how_a_job_starts.md#six-steps")
+        yield (
+            "asked" if differ(firsts) else "found",
+            (f"{len(firsts)} processes train, and none calls init_process_group(): so many models"),
+            "the last one that writes the file wins",
+            "docs/how_a_job_starts.md#six-steps",
+        )
 
 
 def alone(run):
     """The DDP object is called by some ranks only: its forward broadcasts buffers, and pairs with
     another call of the others. Alike: models without buffers."""
     for number, note in run.ddp.items():
-        lines = {r: collections.Counter(e["at"] for e in run.ranks[r].kinds["forward"] if e["ddp"]
-            == number) for r in note["group"] if r in run.ranks}
+        lines = {
+            r: collections.Counter(
+                e["at"] for e in run.ranks[r].kinds["forward"] if e["ddp"] == number
+            )
+            for r in note["group"]
+            if r in run.ranks
+        }
         for at in sorted({at for line in lines.values() for at in line}):
             have = [r for r, line in lines.items() if at in line]
             totals = [sum(line.values()) for line in lines.values()]
-            if len(have) < len(lines) and note["buffers"] and "join" not in run.has and (
-                    run.stalled or differ(totals)) and min(totals) > 1:
-                run.found(f"{those(have)} alone calls the DDP object at {at}", "it broadcasts "
+            if (
+                len(have) < len(lines)
+                and note["buffers"]
+                and "join" not in run.has
+                and (run.stalled or differ(totals))
+                and min(totals) > 1
+            ):
+                run.found(
+                    f"{those(have)} alone calls the DDP object at {at}",
+                    "it broadcasts "
                     "buffers there, which the others take for another call: call model.module",
-                    "pitfalls/wrapper_on_rank_0.py", "calls")
+                    "pitfalls/wrapper_on_rank_0.py",
+                    "calls",
+                )
 
 
 def calls(run):
@@ -197,26 +262,45 @@ def calls(run):
     order. Left out: sizes that may differ by rank (objects, scatter, all_to_all), calls of a test
     that time out and are caught, and point to point."""
     for group in sorted({e["group"] for e in run.any("call")} if not run.causes else ()):
-        made = {r: {e["i"]: e for e in run.ranks[r].kinds["call"] if e["group"] == group} for r in (
-            json.loads(group.partition("#")[0]) if group else run.all) if r in run.ranks}
-        if len(made) < 2 or all(r.left for r in run.ranks.values()) and any(e.get("error")
-                for m in made.values() for e in m.values()):
+        made = {
+            r: {e["i"]: e for e in run.ranks[r].kinds["call"] if e["group"] == group}
+            for r in (json.loads(group.partition("#")[0]) if group else run.all)
+            if r in run.ranks
+        }
+        if (
+            len(made) < 2
+            or all(r.left for r in run.ranks.values())
+            and any(e.get("error") for m in made.values() for e in m.values())
+        ):
             continue
         for i in range(min(max(max(m, default=-1) for m in made.values()) + 1, 3000)):
             row = {r: m.get(i) for r, m in made.items()}
-            same = {(e["name"], *([e.get("dtype"), e.get("n")] if e["name"] in SAME_SIZE else []))
-                for e in row.values() if e}
+            same = {
+                (e["name"], *([e.get("dtype"), e.get("n")] if e["name"] in SAME_SIZE else []))
+                for e in row.values()
+                if e
+            }
             missing = [r for r, e in row.items() if not e]
-            short = missing and (run.stalled or not run.cut and all(run.ranks[r].left
-                for r in missing))
+            short = missing and (
+                run.stalled or not run.cut and all(run.ranks[r].left for r in missing)
+            )
             if len(same) > 1 or short:
-                lines = [f"rank {r} {e['name']} of {e.get('n', '?')} {e.get('dtype', 'objects')} "
-                    f"at {e['at']}" if e else f"rank {r} {run.ranks[r].stands or 'no such call'}"
-                    for r, e in row.items()]
+                lines = [
+                    f"rank {r} {e['name']} of {e.get('n', '?')} {e.get('dtype', 'objects')} "
+                    f"at {e['at']}"
+                    if e
+                    else f"rank {r} {run.ranks[r].stands or 'no such call'}"
+                    for r, e in row.items()
+                ]
                 other = short or len({name for name, *_ in same}) > 1
-                run.found(f"the ranks' collective calls differ, from number {i + 1} on", "; ".join(
-                    lines[:3]), "pitfalls/collective_on_one_rank.py" if other
-                    else "pitfalls/mismatched_shapes.py", "calls")
+                run.found(
+                    f"the ranks' collective calls differ, from number {i + 1} on",
+                    "; ".join(lines[:3]),
+                    "pitfalls/collective_on_one_rank.py"
+                    if other
+                    else "pitfalls/mismatched_shapes.py",
+                    "calls",
+                )
             if len(same) > 1 or missing:
                 break
 
@@ -225,15 +309,25 @@ def wrappers(run):
     """DDP pairs parameters by their order: the ranks' models have other names, or an order of their
     own; or a DDP object averages with nobody. Alike: stages of a pipeline (in other groups)."""
     for number, note in run.ddp.items():
-        rows = [e for r in note["group"] if r in run.ranks for e in run.ranks[r].kinds["ddp"] if e[
-            "number"] == number]
+        rows = [
+            e
+            for r in note["group"]
+            if r in run.ranks
+            for e in run.ranks[r].kinds["ddp"]
+            if e["number"] == number
+        ]
         if differ(e["names"] for e in rows) and not differ(e["group"] for e in rows):
-            run.found(f"the ranks' models are not alike ({note['at']}): DDP pairs parameters by "
-                "their order, and the names differ", "sort what the layers are made from", WRONG,
-                "weights")
+            run.found(
+                f"the ranks' models are not alike ({note['at']}): DDP pairs parameters by "
+                "their order, and the names differ",
+                "sort what the layers are made from",
+                WRONG,
+                "weights",
+            )
         if len(note["group"]) == 1 < run.world and not run.has & {"shards", "to_one"}:
-            run.asked(f"DDP() of {note['at']} is given a group of one rank: it averages with "
-                "nobody")
+            run.asked(
+                f"DDP() of {note['at']} is given a group of one rank: it averages with nobody"
+            )
 
 
 def buffers(run):
@@ -241,16 +335,28 @@ def buffers(run):
     running figures. Asked: a rank may have some of its own (a cache, its number)."""
     for number, note in run.ddp.items():
         if note["norm"] and not note["buffers"] and len(note["group"]) > 1:
-            run.asked(f"DDP() of {note['at']} has broadcast_buffers=False: each rank's BatchNorm "
-                "has means of its own", "rank 0's are saved: average them before, or SyncBatchNorm",
-                "pitfalls/small_batch_norm.py")
-        rows = [e["bits"] for e in run.any("buffers") if e["ddp"] == number and e["r"] in
-            note["group"]]
+            run.asked(
+                f"DDP() of {note['at']} has broadcast_buffers=False: each rank's BatchNorm "
+                "has means of its own",
+                "rank 0's are saved: average them before, or SyncBatchNorm",
+                "pitfalls/small_batch_norm.py",
+            )
+        rows = [
+            e["bits"] for e in run.any("buffers") if e["ddp"] == number and e["r"] in note["group"]
+        ]
         odd = [name for name in (rows or [{}])[0] if differ(row.get(name) for row in rows)]
         if odd and "weights" not in run.causes:
-            run.asked(f"buffers of the model ({note['at']}) differ between the ranks in step 9: "
-                f"{', '.join(odd[:3])}", "each rank fills its own" + ("; DDP sends rank 0's before "
-                "each forward, but none that forward() replaces" if note["buffers"] else ""), WRONG)
+            run.asked(
+                f"buffers of the model ({note['at']}) differ between the ranks in step 9: "
+                f"{', '.join(odd[:3])}",
+                "each rank fills its own"
+                + (
+                    "; DDP sends rank 0's before each forward, but none that forward() replaces"
+                    if note["buffers"]
+                    else ""
+                ),
+                WRONG,
+            )
 
 
 def numbers(run):
@@ -261,22 +367,39 @@ def numbers(run):
         notes = [run.ranks[r].optimizers[key] for r in have]
         if not any(notes[0]["names"]) or differ([n["shapes"], n["names"]] for n in notes):
             continue
-        for what, name, cure, read in (("rate", "learning rates differ", ("decide by a figure that "
-                "all ranks share: all_reduce the loss before"), "recipes/agree.py"), ("scale",
-                "scales of GradScaler differ", "one rank skips steps that others take", CLIP)):
+        for what, name, cure, read in (
+            (
+                "rate",
+                "learning rates differ",
+                ("decide by a figure that all ranks share: all_reduce the loss before"),
+                "recipes/agree.py",
+            ),
+            ("scale", "scales of GradScaler differ", "one rank skips steps that others take", CLIP),
+        ):
             odd = [i for i in common if differ(s[i][what] for s in have.values())]
             if odd:
                 row = {r: s[odd[0]] for r, s in have.items()}
-                run.found(f"the {name} from step {odd[0] + 1} on ({row[min(row)]['at']}): " +
-                    "; ".join(", ".join(f"{n:.3g}" for n in e[what]) + f" on rank {r}" for r, e in [
-                    *row.items()][:4]), cure, read, once=name)
+                run.found(
+                    f"the {name} from step {odd[0] + 1} on ({row[min(row)]['at']}): "
+                    + "; ".join(
+                        ", ".join(f"{n:.3g}" for n in e[what]) + f" on rank {r}"
+                        for r, e in [*row.items()][:4]
+                    ),
+                    cure,
+                    read,
+                    once=name,
+                )
     rows = [[e["value"] for e in row] for row in zip(*run["plateau"].values(), strict=False)]
     far = [row for row in rows if max(row) - min(row) > 1e-3 * max(map(abs, row))]
     if run.ddp and run.whole and most(len(far), len(rows), 2):
-        run.asked(f"ReduceLROnPlateau ({run.any('plateau')[0]['at']}) is given another figure on "
-            "each rank: " + on_each({r: f"{n:.4g}" for r, n in zip(run.ranks, far[0], strict=False)
-            }), "it will lower the rate on some ranks before others: all_reduce the figure before",
-            "recipes/agree.py", once="learning rates differ")
+        run.asked(
+            f"ReduceLROnPlateau ({run.any('plateau')[0]['at']}) is given another figure on "
+            "each rank: "
+            + on_each({r: f"{n:.4g}" for r, n in zip(run.ranks, far[0], strict=False)}),
+            "it will lower the rate on some ranks before others: all_reduce the figure before",
+            "recipes/agree.py",
+            once="learning rates differ",
+        )
 
 
 def apart(run):
@@ -289,21 +412,32 @@ def apart(run):
         members = [r for r in (wrapper["group"] if wrapper else run.all) if r in run.ranks]
         absent = [r for r in members if r not in have and run.ranks[r].kinds["forward"]]
         if wrapper and absent and len(have[min(have)]) > 7:
-            run.found(f"{those(absent)} never takes a step with the optimizer of {note['at']}",
-                "the weights come apart", "", "weights")
-        alike = [r for r in members if r in have and not differ([n["shapes"], n["names"]] for n in (
-            note, run.ranks[r].optimizers[key]))]
+            run.found(
+                f"{those(absent)} never takes a step with the optimizer of {note['at']}",
+                "the weights come apart",
+                "",
+                "weights",
+            )
+        alike = [
+            r
+            for r in members
+            if r in have
+            and not differ([n["shapes"], n["names"]] for n in (note, run.ranks[r].optimizers[key]))
+        ]
         if len(alike) < 2 or not wrapper and not run.whole or "join" in run.has:
             continue
         steps = {r: have[r] for r in alike}
         common = sorted(set.intersection(*({*s} for s in steps.values())))
         bad = [i for i in common if unlike(steps, i, "v")]
-        if not bad or not any(gap(steps, i, "v") > 1e-5 or gap(steps, i, "g") > 1e-3
-                for i in common):
+        if not bad or not any(
+            gap(steps, i, "v") > 1e-5 or gap(steps, i, "g") > 1e-3 for i in common
+        ):
             continue
         first, one = bad[0], steps[alike[0]]
-        if any(i > first and i not in bad and all(v and v[1] - v[1] == 0 for v in one[i]["v"]) for i
-                in common):
+        if any(
+            i > first and i not in bad and all(v and v[1] - v[1] == 0 for v in one[i]["v"])
+            for i in common
+        ):
             continue  # they meet again: local SGD
         if first == 0 and any("all_to_all" in e["name"] for e in run.any("call")):
             continue  # each rank has experts of its own, and rows travel to them
@@ -314,32 +448,61 @@ def apart(run):
         size = max(map(math.prod, note["shapes"]), default=0)
         large = [e for e in run.any("call") if e.get("n", 0) >= size]
         every = [e for e in run.any("call") if one[common[0]]["t"] < e["t"] < one[common[-1]]["t"]]
-        by_hand = not wrapper and len(common) > 9 and len(every) >= max(one) and (
-            first > 0 or "broadcast" in why)  # in each step
-        sure = len(bad) > 2 and (not large or by_hand) and (run.ddp or every and (
-            "by hand" not in why or len(every) > max(one) / 2)) and (
-            "no_sync" not in why or len(common) > 40 or not run.cut)
-        names = [note["names"][j][1] if note["names"][j] else f"number {j + 1}" for j in unlike(
-            steps, first, "v")]
-        run.say("found" if sure else "asked", f"the weights of {those(alike, run)} come apart at "
-            f"step {since + 1} ({one[since]['at']}): {why}", f"{len(names)} of "
+        by_hand = (
+            not wrapper
+            and len(common) > 9
+            and len(every) >= max(one)
+            and (first > 0 or "broadcast" in why)
+        )  # in each step
+        sure = (
+            len(bad) > 2
+            and (not large or by_hand)
+            and (run.ddp or every and ("by hand" not in why or len(every) > max(one) / 2))
+            and ("no_sync" not in why or len(common) > 40 or not run.cut)
+        )
+        names = [
+            note["names"][j][1] if note["names"][j] else f"number {j + 1}"
+            for j in unlike(steps, first, "v")
+        ]
+        run.say(
+            "found" if sure else "asked",
+            f"the weights of {those(alike, run)} come apart at "
+            f"step {since + 1} ({one[since]['at']}): {why}",
+            f"{len(names)} of "
             f"{len(note['shapes'])} parameters ({', '.join(names[:3])}"
-            f"{', ...' * (len(names) > 3)})" + ("; each rank trains a model of its own" if sure else
-            "; is that meant so (averaged later, split over the ranks)?"), read, "weights")
+            f"{', ...' * (len(names) > 3)})"
+            + (
+                "; each rank trains a model of its own"
+                if sure
+                else "; is that meant so (averaged later, split over the ranks)?"
+            ),
+            read,
+            "weights",
+        )
 
 
 def unlike(steps, i, what="g"):
     """The places of the parameters whose gradients (or values) differ between ranks in step i."""
     rows = zip(*(s[i][what] for s in steps.values()), strict=False)
-    return [j for j, row in enumerate(rows) if len({print_ and print_[0] for print_ in row}) > 1 and
-        (what == "g" or all(row))]
+    return [
+        j
+        for j, row in enumerate(rows)
+        if len({print_ and print_[0] for print_ in row}) > 1 and (what == "g" or all(row))
+    ]
 
 
 def gap(steps, i, what):
     """The largest relative difference between the ranks' norms of a parameter (or gradient)."""
-    return max((abs(a[1] - b[1]) / (abs(a[1]) + abs(b[1]) + 1e-30) for row in zip(*(s[i][what] for s
-        in steps.values()), strict=False) for a in row for b in row[:1] if a and b and a != b),
-        default=0)
+    return max(
+        (
+            abs(a[1] - b[1]) / (abs(a[1]) + abs(b[1]) + 1e-30)
+            for row in zip(*(s[i][what] for s in steps.values()), strict=False)
+            for a in row
+            for b in row[:1]
+            if a and b and a != b
+        ),
+        default=0,
+    )
 
 
 def cause(run, steps, key, since, first, note, wrapper):
@@ -356,35 +519,74 @@ def cause(run, steps, key, since, first, note, wrapper):
             return "they begin with other weights: broadcast rank 0's before", ""
         return "not all is averaged by hand, or at the wrong moment", "04_collectives.py"
     if first == 0:
-        took = {r: [e["at"] for e in run.ranks[r].kinds["took"] if e["ddp"] and not e["steps"]]
-            for r in steps}
+        took = {
+            r: [e["at"] for e in run.ranks[r].kinds["took"] if e["ddp"] and not e["steps"]]
+            for r in steps
+        }
         if some := [r for r in took if took[r]] if not all(took.values()) else []:
-            return (f"{those(some)} alone loads weights after DDP(), at {took[some[0]][0]}",
-                "recipes/README.md")
+            return (
+                f"{those(some)} alone loads weights after DDP(), at {took[some[0]][0]}",
+                "recipes/README.md",
+            )
         return "they begin with other weights", ""
     if gradients:
-        for holds, why, read in ((wrapper and not run.any("forward"), ("DDP() of {wrapper} is "
-                "never called, but the bare model"), "pitfalls/wrapper_not_kept.py"), (names == {
-                None}, ("these parameters are not DDP's: added or exchanged after it, or outside"),
-                ""), (one["cut"], ("its parameters were cast, moved or exchanged after DDP(), "
-                "which has lost them"), WRONG), (wrapper and names - {None} <= {*wrapper["frozen"]},
-                ("frozen when DDP() was made ({wrapper}), trained later: wrap again"), WRONG),
-                (not one["backs"], "the gradients do not come from backward(), which DDP follows",
-                ""), (not one["forwards"], "the bare model is trained ({line}), not the DDP object",
-                "pitfalls/method_of_the_model.py"), (one["sync"] is False, ("the last forward "
-                "before the step was inside no_sync()"), "recipes/accumulate.py"), (one["twice"], (
-                "two forwards of the DDP object, then two backwards: one is not averaged"), ""), (
-                wrapper and len(wrapper["group"]) < run.world, ("DDP averages in the group {group} "
-                "alone"), "")):
+        for holds, why, read in (
+            (
+                wrapper and not run.any("forward"),
+                ("DDP() of {wrapper} is never called, but the bare model"),
+                "pitfalls/wrapper_not_kept.py",
+            ),
+            (
+                names == {None},
+                ("these parameters are not DDP's: added or exchanged after it, or outside"),
+                "",
+            ),
+            (
+                one["cut"],
+                ("its parameters were cast, moved or exchanged after DDP(), which has lost them"),
+                WRONG,
+            ),
+            (
+                wrapper and names - {None} <= {*wrapper["frozen"]},
+                ("frozen when DDP() was made ({wrapper}), trained later: wrap again"),
+                WRONG,
+            ),
+            (not one["backs"], "the gradients do not come from backward(), which DDP follows", ""),
+            (
+                not one["forwards"],
+                "the bare model is trained ({line}), not the DDP object",
+                "pitfalls/method_of_the_model.py",
+            ),
+            (
+                one["sync"] is False,
+                ("the last forward before the step was inside no_sync()"),
+                "recipes/accumulate.py",
+            ),
+            (
+                one["twice"],
+                ("two forwards of the DDP object, then two backwards: one is not averaged"),
+                "",
+            ),
+            (
+                wrapper and len(wrapper["group"]) < run.world,
+                ("DDP averages in the group {group} alone"),
+                "",
+            ),
+        ):
             if holds:
-                return why.format(wrapper=wrapper and wrapper["at"], line=one["line"], group=wrapper
-                    and wrapper["group"]), read
+                return why.format(
+                    wrapper=wrapper and wrapper["at"],
+                    line=one["line"],
+                    group=wrapper and wrapper["group"],
+                ), read
     if any(differ([e[i]["scale"], e[i]["rate"]] for e in steps.values()) for i in (since, first)):
         return "", ""  # by the rule before
     loads = {r: [e["at"] for e in run.ranks[r].kinds["resumed"] if e["o"] == key] for r in steps}
     if some := [r for r in loads if loads[r]] if not all(loads.values()) else []:
-        return (f"{those(some)} alone loads the optimizer's state, at {loads[some[0]][0]}",
-            "02_torchrun_elastic.py")
+        return (
+            f"{those(some)} alone loads the optimizer's state, at {loads[some[0]][0]}",
+            "02_torchrun_elastic.py",
+        )
     clips = {r: {e["i"]: e["norm"] for e in run.ranks[r].kinds["clip"]} for r in steps}
     if some := [r for r in clips if clips[r]] if not all(clips.values()) else []:
         return f"{those(some)} alone clips the gradients", CLIP
@@ -392,8 +594,11 @@ def cause(run, steps, key, since, first, note, wrapper):
         return "each rank clips by a norm of its own", CLIP
     if any(differ(s[i]["batches"] for s in steps.values()) for i in (since, first)):
         return "a rank has left out a batch alone, and is a step ahead of the others", CLIP
-    return ("their gradients differ, and no reason was seen" if gradients else "their optimizers "
-        "take other steps from equal gradients"), ""
+    return (
+        "their gradients differ, and no reason was seen"
+        if gradients
+        else "their optimizers take other steps from equal gradients"
+    ), ""
 
 
 # ---- Does each rank get its share of the data? ----
@@ -402,6 +607,7 @@ def cause(run, steps, key, since, first, note, wrapper):
 def same_batches(run):
     """All ranks train on the same batches. Alike: ranks that split the model (compared is what goes
     into one DDP object, else it is asked), and one constant batch."""
+
     def alike(rows):
         """How many of the batches of all ranks that were compared are the same."""
         kinds = len({str(batch) for row in rows for batch in row})
@@ -410,19 +616,32 @@ def same_batches(run):
 
     for note, have in run.forwards():
         i = set.intersection(*({*row} for row in have.values())) if len(have) > 1 else ()
-        same = alike([[row[n]["batch"] for row in have.values()] for n in i if all(row[n].get(
-            "batch") for row in have.values())])
+        same = alike(
+            [
+                [row[n]["batch"] for row in have.values()]
+                for n in i
+                if all(row[n].get("batch") for row in have.values())
+            ]
+        )
         if same and "data" not in run.causes:
             at = next(e["at"] for row in have.values() for e in row.values())
-            run.found(f"{those(have, run)} train on the same batches: {same} ({at})",
+            run.found(
+                f"{those(have, run)} train on the same batches: {same} ({at})",
                 "the others add nothing: a DistributedSampler (or your own split by rank) is "
-                "missing", SHARE, "data")
+                "missing",
+                SHARE,
+                "data",
+            )
     for at, have in run.lined("training"):
         crcs = [[c for p in passes for c in p["crcs"]] for passes in have.values()]
         same = alike([*zip(*crcs, strict=False)])
         if same and not run.ddp and len(have) == len(run.ranks) > 1:
-            run.asked(f"all ranks draw the same batches ({at}): {same}", "right where the ranks "
-                "split the model; else the others add nothing", SHARE, "data")
+            run.asked(
+                f"all ranks draw the same batches ({at}): {same}",
+                "right where the ranks split the model; else the others add nothing",
+                SHARE,
+                "data",
+            )
 
 
 def whole_set(run):
@@ -431,20 +650,35 @@ def whole_set(run):
     for at, have in run.lined("training"):
         firsts = [passes[0] for passes in have.values()]
         one = firsts[0]
-        if run.causes & {"data",
-                "split"} or len(have) < len(run.ranks) or one.get("num_replicas") or (one[
-                "iterable"]) or not one["length"] or differ([p["length"], p["data"]]
-                for p in firsts) or not all(p["share"] == p["length"] and p["batches"]
-                for p in firsts):
+        if (
+            run.causes & {"data", "split"}
+            or len(have) < len(run.ranks)
+            or one.get("num_replicas")
+            or (one["iterable"])
+            or not one["length"]
+            or differ([p["length"], p["data"]] for p in firsts)
+            or not all(p["share"] == p["length"] and p["batches"] for p in firsts)
+        ):
             continue
-        same = str(one["data"]).strip("{}[], ") or one["content"] and all(p.get("done") and abs(p[
-            "content"] - one["content"]) <= 1e-6 * abs(one["content"]) for p in firsts)
-        drawn = all(p.get("done") and p["drawn"] == p["length"] and p["sum"] == one["sum"]
-            for p in firsts)
+        same = (
+            str(one["data"]).strip("{}[], ")
+            or one["content"]
+            and all(
+                p.get("done") and abs(p["content"] - one["content"]) <= 1e-6 * abs(one["content"])
+                for p in firsts
+            )
+        )
+        drawn = all(
+            p.get("done") and p["drawn"] == p["length"] and p["sum"] == one["sum"] for p in firsts
+        )
         sure = same and drawn and run.ddp and one["count"] < 300
-        run.say("found" if sure else "asked", f"each rank goes through all {one['length']} items "
-            f"({at}, {one['sampler']})", f"an epoch is {run.world} epochs" + ("" if sure
-            else ", unless each rank has a set of its own"), SHARE)
+        run.say(
+            "found" if sure else "asked",
+            f"each rank goes through all {one['length']} items ({at}, {one['sampler']})",
+            f"an epoch is {run.world} epochs"
+            + ("" if sure else ", unless each rank has a set of its own"),
+            SHARE,
+        )
 
 
 def told_wrong(run):
@@ -456,10 +690,14 @@ def told_wrong(run):
         wrong = {n for n, _ in told.values()} - sizes
         twice = len({*told.values()}) < len(told) == len(run.ranks) and sizes == {run.world}
         if (wrong or twice) and run.whole and None not in {n for n, _ in told.values()}:
-            run.found(f"the sampler of {at} was told a wrong "
-                f"{'number of ranks' if wrong else 'rank'}: " + "; ".join(f"rank {r} is {rank} of "
-                f"{n}" for r, (n, rank) in [*told.items()][:4]), f"there are {run.world} ranks: "
-                "some take the same items", SHARE, "data")
+            run.found(
+                f"the sampler of {at} was told a wrong "
+                f"{'number of ranks' if wrong else 'rank'}: "
+                + "; ".join(f"rank {r} is {rank} of {n}" for r, (n, rank) in [*told.items()][:4]),
+                f"there are {run.world} ranks: some take the same items",
+                SHARE,
+                "data",
+            )
 
 
 def order_again(run):
@@ -468,17 +706,29 @@ def order_again(run):
     for at, have in run.lined("training"):
         for r, passes in have.items():
             done = [p for p in passes if p.get("done") and p["drawn"] > 1 and p["count"] > 1]
-            if len(done) < 2 or differ(p["order"]
-                    for p in done) or done[0]["rising"] or (done[0].get("shuffle") is False):
+            if (
+                len(done) < 2
+                or differ(p["order"] for p in done)
+                or done[0]["rising"]
+                or (done[0].get("shuffle") is False)
+            ):
                 continue
             sampler, calls = "num_replicas" in done[0], run.ranks[r].kinds["epoch"]
             other = [e for e in calls if e["id"] not in {p["id"] for p in passes}]
-            why = (f"set_epoch at {other[0]['at']} is called on another sampler" if other
-                else f"set_epoch at {calls[0]['at']} always gets the same number" if calls and
-                not differ(e["epoch"] for e in calls) else "set_epoch(epoch) is not called"
-                if sampler else "its sampler draws the same again")
-            run.found(f"the items come in the same order in each epoch ({at}, {len(done)} passes): "
-                f"{why}", "", "pitfalls/no_set_epoch.py")
+            why = (
+                f"set_epoch at {other[0]['at']} is called on another sampler"
+                if other
+                else f"set_epoch at {calls[0]['at']} always gets the same number"
+                if calls and not differ(e["epoch"] for e in calls)
+                else "set_epoch(epoch) is not called"
+                if sampler
+                else "its sampler draws the same again"
+            )
+            run.found(
+                f"the items come in the same order in each epoch ({at}, {len(done)} passes): {why}",
+                "",
+                "pitfalls/no_set_epoch.py",
+            )
             break
 
 
@@ -492,28 +742,46 @@ def splits(run):
     for have in notes.values():
         rows = [*have.values()]
         sets = [{*e["sketch"]} for e in rows]
-        if len(rows) < 2 or differ((e["of"], e["data"]) for e in rows) or not differ(e["order"]
-                for e in rows):
+        if (
+            len(rows) < 2
+            or differ((e["of"], e["data"]) for e in rows)
+            or not differ(e["order"] for e in rows)
+        ):
             continue
         common, least = set.intersection(*sets), min(map(len, sets))
         if least and all(s == sets[0] for s in sets) and not differ(e["n"] for e in rows):
-            run.found(f"the items of Subset ({rows[0]['at']}) stand in another order on each rank",
+            run.found(
+                f"the items of Subset ({rows[0]['at']}) stand in another order on each rank",
                 "shares by place overlap, and leave items out: sort them, or seed it",
-                "pitfalls/unseeded_dataset.py", "split")
+                "pitfalls/unseeded_dataset.py",
+                "split",
+            )
         elif least and len(common) / least > 0.02:
-            run.found(f"each rank splits the set in its own way ({rows[0]['at']}): "
-                f"{len(common) / least:.0%} of the items are in all ranks' parts", "one tests on "
+            run.found(
+                f"each rank splits the set in its own way ({rows[0]['at']}): "
+                f"{len(common) / least:.0%} of the items are in all ranks' parts",
+                "one tests on "
                 "what another trains on: pass generator=torch.Generator().manual_seed(0)",
-                "pitfalls/unseeded_dataset.py", "split", once=f"split {rows[0]['at']}")
+                "pitfalls/unseeded_dataset.py",
+                "split",
+                once=f"split {rows[0]['at']}",
+            )
     for at, have in run.lined("training"):
         texts = [p[0]["data"] for p in have.values()]
         for name in texts[0] if all(isinstance(t, dict) for t in texts) else ():
             pairs = [t.get(name) for t in texts]
-            if all(p and len(p) == 2 for p in pairs) and differ(p[0] for p in pairs) and not differ(
-                    p[1] for p in pairs):
-                run.found(f"the dataset's {name!r} has the same entries in another order on each "
-                    f"rank ({at})", "sort it: labels or shares mean different things", WRONG,
-                    "split")
+            if (
+                all(p and len(p) == 2 for p in pairs)
+                and differ(p[0] for p in pairs)
+                and not differ(p[1] for p in pairs)
+            ):
+                run.found(
+                    f"the dataset's {name!r} has the same entries in another order on each "
+                    f"rank ({at})",
+                    "sort it: labels or shares mean different things",
+                    WRONG,
+                    "split",
+                )
 
 
 def overlap(run):
@@ -522,23 +790,35 @@ def overlap(run):
     for at, have in run.lined("training"):
         firsts = [p[0] for p in have.values()]
         known = {str(p["data"]) for p in firsts if str(p["data"]).strip("{}[], ")}
-        if len(have) < 2 or run.causes & {"data", "split"} or any(p.get("num_replicas") != run.world
-                for p in firsts):
+        if (
+            len(have) < 2
+            or run.causes & {"data", "split"}
+            or any(p.get("num_replicas") != run.world for p in firsts)
+        ):
             continue
         if len(known) == len(run.ranks) and not differ(p["length"] for p in firsts):
-            run.asked(f"each rank has another dataset ({at}), and a DistributedSampler takes 1 of "
-                f"{run.world} items of it", "is it made of random numbers without a seed, or "
-                "shared out twice? The rest is never seen", "pitfalls/unseeded_dataset.py",
-                once="other sets")
-        if differ((p["data"], p.get("epoch")) for p in firsts) or not all(p.get("done")
-                for p in firsts):
+            run.asked(
+                f"each rank has another dataset ({at}), and a DistributedSampler takes 1 of "
+                f"{run.world} items of it",
+                "is it made of random numbers without a seed, or "
+                "shared out twice? The rest is never seen",
+                "pitfalls/unseeded_dataset.py",
+                once="other sets",
+            )
+        if differ((p["data"], p.get("epoch")) for p in firsts) or not all(
+            p.get("done") for p in firsts
+        ):
             continue
         sets = [{*p["sketch"]} for p in firsts]
         common = len(set.intersection(*sets))
         if common > max(run.world, 0.02 * len(sets[0])):
-            run.found(f"the ranks' shares overlap ({at}): {common / len(sets[0]):.0%} of one "
-                "rank's items are also another's", "the samplers shuffle by other seeds, or sets "
-                "in another order: some items are never seen", SHARE)
+            run.found(
+                f"the ranks' shares overlap ({at}): {common / len(sets[0]):.0%} of one "
+                "rank's items are also another's",
+                "the samplers shuffle by other seeds, or sets "
+                "in another order: some items are never seen",
+                SHARE,
+            )
 
 
 def batches_again(run):
@@ -548,18 +828,26 @@ def batches_again(run):
         passes = next(iter(have.values()))
         crcs, workers = passes[0]["crcs"], passes[0]["workers"]
         again = sum(a == b for a, b in itertools.pairwise(crcs))
-        if passes[0]["iterable"] and workers > 1 and len({*crcs}) > 1 and (again >= len(crcs) * (1 -
-                1 / workers) * 0.8 > 2):
-            run.found(f"each batch of the stream comes {workers} times ({at}): once from each "
-                "worker", "share it out by torch.utils.data.get_worker_info(), too",
-                "recipes/stream.py")
+        if (
+            passes[0]["iterable"]
+            and workers > 1
+            and len({*crcs}) > 1
+            and (again >= len(crcs) * (1 - 1 / workers) * 0.8 > 2)
+        ):
+            run.found(
+                f"each batch of the stream comes {workers} times ({at}): once from each worker",
+                "share it out by torch.utils.data.get_worker_info(), too",
+                "recipes/stream.py",
+            )
         single = [p for p in passes if p["count"] == 1 and not p.get("done") and p["batches"] != 1]
         if len(single) > 7 and len(single) == len(passes):
             first = [p["crcs"][0] for p in single if p["crcs"]]
-            run.say("found" if first and len({*first}) < len(first) / 2 else "asked",
+            run.say(
+                "found" if first and len({*first}) < len(first) / 2 else "asked",
                 f"each step begins a new pass over the loader ({at}), and takes its first batch",
                 f"{len(first)} such batches, {len({*first})} different ones: make the iterator "
-                "once, before the steps")
+                "once, before the steps",
+            )
 
 
 def shares(run):
@@ -567,36 +855,50 @@ def shares(run):
     (a small sum over the ranks comes before each backward), Join, a run that was cut."""
     if run.causes & {"calls"} or "join" in run.has:
         return
-    small = [e["small"] for _, have, _ in run.optimizers() for s in have.values()
-        for e in s.values()]
+    small = [
+        e["small"] for _, have, _ in run.optimizers() for s in have.values() for e in s.values()
+    ]
     for _, have in run.forwards():
         i = sorted(set.intersection(*({*row} for row in have.values()))) if len(have) > 1 else []
         rows = [{r: row[n].get("rows") for r, row in have.items()} for n in i]
         uneven = [row for row in rows if differ(row.values())]
         if most(len(uneven), len(i)) and statistics.median(small or [0]) < 1:
-            run.asked(f"the ranks' batches differ in size in {len(uneven)} of {len(i)} steps: " +
-                on_each(uneven[0]), "DDP's mean weighs ranks alike, not items: weigh the loss, "
+            run.asked(
+                f"the ranks' batches differ in size in {len(uneven)} of {len(i)} steps: "
+                + on_each(uneven[0]),
+                "DDP's mean weighs ranks alike, not items: weigh the loss, "
                 "unless each rank's batch is meant to count the same",
-                "pitfalls/mean_of_unequal_shards.py")
+                "pitfalls/mean_of_unequal_shards.py",
+            )
     for at, have in run.lined("training"):
         counts = {r: [p["backs"] for p in passes if "over" in p] for r, passes in have.items()}
         for n, row in enumerate(zip(*counts.values(), strict=False)):
-            if len(have) == len(run.ranks) > 1 and not run.cut and max(row) - min(row) > 1 and (max(
-                    row) > 1.02 * min(row)):
-                run.say("found" if run.ddp and "weights" not in run.causes else "asked",
+            if (
+                len(have) == len(run.ranks) > 1
+                and not run.cut
+                and max(row) - min(row) > 1
+                and (max(row) > 1.02 * min(row))
+            ):
+                run.say(
+                    "found" if run.ddp and "weights" not in run.causes else "asked",
                     f"in pass {n + 1} over the loader ({at}) the ranks train on other numbers of "
-                    "batches: " + on_each(dict(zip(counts, row, strict=True))), "",
-                    "pitfalls/uneven_inputs.py")
+                    "batches: " + on_each(dict(zip(counts, row, strict=True))),
+                    "",
+                    "pitfalls/uneven_inputs.py",
+                )
                 break
     for _, have, common in run.optimizers():
         odd = [i for i in common if differ(s[i]["batches"] for s in have.values())]
         if len(have) > 1 and run.ddp and 0 < len(odd) < len(common) / 2 and max(common) > 7:
             i = odd[0]
-            run.asked(f"before step {i + 1} ({have[min(have)][i]['at']}) the ranks took "
-                "different numbers of batches: " + on_each({r: s[i]["batches"] for r, s in
-                have.items()}),
+            run.asked(
+                f"before step {i + 1} ({have[min(have)][i]['at']}) the ranks took "
+                "different numbers of batches: "
+                + on_each({r: s[i]["batches"] for r, s in have.items()}),
                 "a rank that skips a batch alone is a step ahead: gradients of different steps are "
-                "averaged", CLIP)
+                "averaged",
+                CLIP,
+            )
             break
 
 
@@ -605,8 +907,10 @@ def empty(run):
     for rank in run.ranks.values():
         for p in rank.passes.values():
             if p.get("done") and not p["count"] and not rank.steps:
-                run.found(f"the loader of {p['at']} yields no batch: nothing is trained",
-                    f"{p['length']} items, drop_last: {p['drop']}")
+                run.found(
+                    f"the loader of {p['at']} yields no batch: nothing is trained",
+                    f"{p['length']} items, drop_last: {p['drop']}",
+                )
 
 
 # ---- Modes, random numbers ----
@@ -620,36 +924,59 @@ def modes(run):
         off = {r: next((e for e in row if not e["training"]), None) for r, row in rows.items()}
         for r, row in rows.items() if note["draws"] or note["norm"] else ():
             trains = [q for q in rows if rows[q] and not off[q]]
-            if off[r] and off[r]["i"] and row[-1]["i"] - off[r]["i"] > 7 and not any(e["training"]
-                    for e in row if e["i"] >= off[r]["i"]):
-                run.found(f"from forward {off[r]['i'] + 1} on, training goes on in eval mode "
+            if (
+                off[r]
+                and off[r]["i"]
+                and row[-1]["i"] - off[r]["i"] > 7
+                and not any(e["training"] for e in row if e["i"] >= off[r]["i"])
+            ):
+                run.found(
+                    f"from forward {off[r]['i'] + 1} on, training goes on in eval mode "
                     f"({off[r]['at']}, {those([q for q in off if off[q]], run)}): no dropout, and "
-                    "BatchNorm stands still", "call model.train() after each evaluation",
-                    "01_single_node_multi_gpu.py")
+                    "BatchNorm stands still",
+                    "call model.train() after each evaluation",
+                    "01_single_node_multi_gpu.py",
+                )
                 break
             if len(row) > 7 and trains and not any(e["training"] for e in row):
-                run.found(f"rank {r} trains in eval mode, {those(trains)} in train mode", row[0][
-                    "at"])
+                run.found(
+                    f"rank {r} trains in eval mode, {those(trains)} in train mode", row[0]["at"]
+                )
 
 
 def draws(run):
     """Ranks draw the same dropout masks, or a rank the same in each step. Asked: one seed on all
     ranks weakens dropout, and is no error. Alike: nothing is drawn (the state does not move)."""
     for _, have in run.forwards():
-        rows = {r: {i: e["random"] for i, e in row.items() if e.get("moved") and e["training"]}
-            for r, row in have.items()}
+        rows = {
+            r: {i: e["random"] for i, e in row.items() if e.get("moved") and e["training"]}
+            for r, row in have.items()
+        }
         for r, row in rows.items():
             seen = collections.Counter(row.values()).most_common(1)
-            twins = [q for q in rows if q >= r and {*row} & {*rows[q]} and most(sum(rows[q].get(i)
-                == state for i, state in row.items()), len(row))]
+            twins = [
+                q
+                for q in rows
+                if q >= r
+                and {*row} & {*rows[q]}
+                and most(sum(rows[q].get(i) == state for i, state in row.items()), len(row))
+            ]
             if seen and most(seen[0][1], len(row)):
-                run.found(f"rank {r} draws the same random numbers in {seen[0][1]} of {len(row)} "
-                    "steps: the seed is set again in the loop", "dropout drops the same places",
-                    "recipes/randomness.py", "random")
+                run.found(
+                    f"rank {r} draws the same random numbers in {seen[0][1]} of {len(row)} "
+                    "steps: the seed is set again in the loop",
+                    "dropout drops the same places",
+                    "recipes/randomness.py",
+                    "random",
+                )
             elif len(twins) > 1 and "random" not in run.causes:
-                run.asked(f"{those(twins, run)} draw the same random numbers (dropout, noise) in "
-                    "their forward passes", "seed by rank after the model is built, unless they "
-                    "must draw alike", "recipes/randomness.py", "random")
+                run.asked(
+                    f"{those(twins, run)} draw the same random numbers (dropout, noise) in "
+                    "their forward passes",
+                    "seed by rank after the model is built, unless they must draw alike",
+                    "recipes/randomness.py",
+                    "random",
+                )
 
 
 def evaluations(run):
@@ -658,47 +985,69 @@ def evaluations(run):
     for at, have in run.lined("evaluations"):
         for r, passes in have.items():
             p, rank = passes[0], run.ranks[r]
-            gather = any("gather" in e["name"] and p["t"] < e["t"] < p["end"] + 5
-                for e in rank.kinds["call"])
+            gather = any(
+                "gather" in e["name"] and p["t"] < e["t"] < p["end"] + 5 for e in rank.kinds["call"]
+            )
             trains = {q["loader"] for q in rank.passes.values() if q["backs"]}
-            extra, rest = (p.get("total_size") or 0) - (p["length"] or 0), (p["share"] or 0) - p[
-                "rows"]
+            extra, rest = (
+                (p.get("total_size") or 0) - (p["length"] or 0),
+                (p["share"] or 0) - p["rows"],
+            )
             if p.get("done") and not p["drop"] and p["length"] and extra > 0:
-                run.say("asked" if gather else "found", f"the evaluation ({at}) counts {extra} of "
+                run.say(
+                    "asked" if gather else "found",
+                    f"the evaluation ({at}) counts {extra} of "
                     f"{p['length']} items twice: DistributedSampler pads the shares",
                     "unless you drop them after the gather" if gather else "",
-                    "pitfalls/padded_evaluation.py")
+                    "pitfalls/padded_evaluation.py",
+                )
             if p.get("done") and p["drop"] and rest > 0 and p["loader"] not in trains and p["rows"]:
-                run.found(f"the evaluation ({at}) leaves out {rest} of {p['share']} items: "
-                    "drop_last", "", "recipes/metrics.py")
-            if rank.training() and any(before[2] < after[2] for q in passes for before,
-                    after in zip(*(q.get("modes") or [[], []]), strict=False)):
-                run.asked(f"the evaluation ({at}) runs in train mode: BatchNorm learns from it",
-                    "model.eval(), unless that is meant so")
+                run.found(
+                    f"the evaluation ({at}) leaves out {rest} of {p['share']} items: drop_last",
+                    "",
+                    "recipes/metrics.py",
+                )
+            if rank.training() and any(
+                before[2] < after[2]
+                for q in passes
+                for before, after in zip(*(q.get("modes") or [[], []]), strict=False)
+            ):
+                run.asked(
+                    f"the evaluation ({at}) runs in train mode: BatchNorm learns from it",
+                    "model.eval(), unless that is meant so",
+                )
         if len(have) < len(run.ranks) or len(have) == 1:
             continue
         last = [[q["modes"][1] for q in passes if q.get("modes")][-1:] for passes in have.values()]
         values = [m[0] for m in last if m and m[0] and m[0][0][1] and not m[0][0][0]]
         if differ(m[0][1] for m in values) and "weights" not in run.causes:
-            run.found("BatchNorm's running values differ between the ranks in the evaluation "
-                f"({at})", "each rank evaluates a model of its own: broadcast rank 0's buffers "
-                "before", "01_single_node_multi_gpu.py")
+            run.found(
+                f"BatchNorm's running values differ between the ranks in the evaluation ({at})",
+                "each rank evaluates a model of its own: broadcast rank 0's buffers before",
+                "01_single_node_multi_gpu.py",
+            )
         met = False
         for r, passes in have.items():
             for p in passes:
                 end = min([e["t"] for e in run["spans"][r] if e["t"] > p["end"]], default=1e99)
-                met = met or any(p["end"] < e["t"] < end and e["name"] != "barrier" for e in run[
-                    "call"][r])
+                met = met or any(
+                    p["end"] < e["t"] < end and e["name"] != "barrier" for e in run["call"][r]
+                )
         if not met and differ(p[0]["crcs"] for p in have.values()) and run.whole and not run.cut:
-            run.asked(f"each rank evaluates a share ({at}), and nothing puts the ranks' figures "
-                "together", "rank 0's is that of its share: all_reduce sums and counts",
-                "recipes/metrics.py")
+            run.asked(
+                f"each rank evaluates a share ({at}), and nothing puts the ranks' figures together",
+                "rank 0's is that of its share: all_reduce sums and counts",
+                "recipes/metrics.py",
+            )
         crcs = [[c for p in passes for c in p["crcs"]] for passes in have.values()]
         took = sum(p["end"] - p["t"] for passes in have.values() for p in passes) / len(have)
         if all(crcs) and not differ(crcs) and took > run.trained() / 30 > 0:
-            run.asked(f"every rank evaluates the whole set ({at}): {took / run.trained():.0%} of "
-                "the time", "a share each, and one sum over the ranks, takes a part of it",
-                "recipes/metrics.py")
+            run.asked(
+                f"every rank evaluates the whole set ({at}): {took / run.trained():.0%} of "
+                "the time",
+                "a share each, and one sum over the ranks, takes a part of it",
+                "recipes/metrics.py",
+            )
 
 
 # ---- Gradients, optimizer, schedule ----
@@ -713,53 +1062,95 @@ def gradients(run):
             have = [r for r in run.ranks if key in run.ranks[r].steps]
             at = f"({rows[0]['at']}, {those(have, run)})"
             bare = [e for e in rows if e["backs"] and e["none"] == len(note["shapes"])]
-            late = [e for e in rows if e["late"] and e["backs"] and not any(g and g[1] for g in e[
-                "g"])]
+            late = [
+                e for e in rows if e["late"] and e["backs"] and not any(g and g[1] for g in e["g"])
+            ]
             broken = [e["i"] for e in rows if any(g and g[1] - g[1] != 0 for g in e["g"])]
             free = [e["free"] for e in rows if e["free"] and e["i"] > 2]
-            several = [e["backs"] for e in rows if e["backs"] > 1 and e["sync"] and (e["forwards"]
-                == e["backs"])]
+            several = [
+                e["backs"]
+                for e in rows
+                if e["backs"] > 1 and e["sync"] and (e["forwards"] == e["backs"])
+            ]
             if most(sum(bool(e["stale"]) for e in rows[1:]), len(rows) - 1):
-                run.found(f"gradients are never cleared {at}: each step adds to all before it",
-                    "call optimizer.zero_grad() once a step", "", "stale", once="stale")
+                run.found(
+                    f"gradients are never cleared {at}: each step adds to all before it",
+                    "call optimizer.zero_grad() once a step",
+                    "",
+                    "stale",
+                    once="stale",
+                )
             if most(len(late), len(rows)):
-                run.found(f"gradients are cleared between backward() and step() {at}: the step "
-                    "does nothing", "call zero_grad() before backward()")
+                run.found(
+                    f"gradients are cleared between backward() and step() {at}: the step "
+                    "does nothing",
+                    "call zero_grad() before backward()",
+                )
             elif most(len(bare), len(rows)) and "shards" not in run.has:
-                run.found(f"none of the optimizer's {len(note['shapes'])} parameters "
+                run.found(
+                    f"none of the optimizer's {len(note['shapes'])} parameters "
                     f"({note['at']}) ever has a gradient: it is not the model that is trained",
-                    "make the optimizer from the parameters of the model that you call")
+                    "make the optimizer from the parameters of the model that you call",
+                )
             if broken and not run.causes & {"weights", "stale"}:
-                run.found(f"from step {broken[0] + 1} on, gradients are nan or inf, and the step "
-                    f"is taken {at}", "the weights are lost from there on", CLIP, once="nan")
+                run.found(
+                    f"from step {broken[0] + 1} on, gradients are nan or inf, and the step "
+                    f"is taken {at}",
+                    "the weights are lost from there on",
+                    CLIP,
+                    once="nan",
+                )
             if most(len(free), len([e for e in rows if e["i"] > 2]), 4) and not bare:
-                run.found(f"{len(free[0])} trained parameters are in no optimizer, and stay as "
-                    f"they are: {', '.join(free[0][:3])}", "the optimizer was made at "
-                    f"{note['at']}")
-            if most(len(several), len(rows)) and run.ddp and not differ(several) and (
-                    len(rank.steps) == 1) and all(e["sync"] for e in rank.kinds["forward"]
-                    if e["grad"]):
-                run.asked(f"gradients are exchanged {several[0]} times for one step {at}",
+                run.found(
+                    f"{len(free[0])} trained parameters are in no optimizer, and stay as "
+                    f"they are: {', '.join(free[0][:3])}",
+                    f"the optimizer was made at {note['at']}",
+                )
+            if (
+                most(len(several), len(rows))
+                and run.ddp
+                and not differ(several)
+                and (len(rank.steps) == 1)
+                and all(e["sync"] for e in rank.kinds["forward"] if e["grad"])
+            ):
+                run.asked(
+                    f"gradients are exchanged {several[0]} times for one step {at}",
                     "no_sync() around the forward of all but the last saves the others",
-                    "recipes/accumulate.py")
+                    "recipes/accumulate.py",
+                )
         windows = collections.Counter(e["backs"] for s in rank.steps.values() for e in s.values())
         usual = windows.most_common(1)[0][0] if windows else 1
         lost = [e for e in rank.kinds["thrown"] if 0 < e["backs"] < usual]
         if usual > 1 and lost and len(lost) <= len(rank.passes) and len(rank.steps) == 1:
-            run.asked(f"at {lost[0]['at']}, zero_grad() throws away {lost[0]['backs']} of {usual} "
-                "accumulated backward passes, at the end of each epoch", "take a last step with "
-                "them, or leave these batches out knowingly", "recipes/accumulate.py")
+            run.asked(
+                f"at {lost[0]['at']}, zero_grad() throws away {lost[0]['backs']} of {usual} "
+                "accumulated backward passes, at the end of each epoch",
+                "take a last step with them, or leave these batches out knowingly",
+                "recipes/accumulate.py",
+            )
 
 
 def clipping(run):
     """Clipping that does nothing, or meets gradients that GradScaler still multiplies."""
     for rank in run.ranks.values():
         clips = rank.kinds["clip"]
-        for wrong, what in ((lambda e: e["scaled"], ("clips gradients that GradScaler still "
-                "multiplies: call scaler.unscale_(optimizer) before")), (lambda e: not e["n"], (
-                "clips nothing: no gradient is in what it is given (another model's parameters, a "
-                "generator that was read before)")), (lambda e: e["n"] and not e["owned"],
-                "clips parameters of no optimizer")):
+        for wrong, what in (
+            (
+                lambda e: e["scaled"],
+                (
+                    "clips gradients that GradScaler still "
+                    "multiplies: call scaler.unscale_(optimizer) before"
+                ),
+            ),
+            (
+                lambda e: not e["n"],
+                (
+                    "clips nothing: no gradient is in what it is given (another model's parameters,"
+                    " a generator that was read before)"
+                ),
+            ),
+            (lambda e: e["n"] and not e["owned"], "clips parameters of no optimizer"),
+        ):
             if most(len([e for e in clips if wrong(e)]), len(clips)) and rank.steps:
                 run.found(f"clip_grad_norm_ at {clips[0]['at']} {what}", "", CLIP)
 
@@ -768,8 +1159,10 @@ def summed(run):
     """all_reduce of a gradient that DDP has averaged already. Asked: harmless if it is divided."""
     calls = [e for e in run.any("call") if e.get("grad")]
     if len(calls) > 7:
-        run.asked(f"all_reduce at {calls[0]['at']} adds up gradients that DDP has averaged",
-            f"it sends all twice, and makes them {run.world} times as large unless you divide")
+        run.asked(
+            f"all_reduce at {calls[0]['at']} adds up gradients that DDP has averaged",
+            f"it sends all twice, and makes them {run.world} times as large unless you divide",
+        )
 
 
 def schedules(run):
@@ -784,21 +1177,35 @@ def schedules(run):
                 continue
             what = f"{e['type']} ({e['at']})"
             if e["n"] == 1 and (e["steps"] > 20 and training > 1 or e["steps"] > 1000):
-                run.found(f"the schedule {what} is never stepped: the rate stays",
-                    "call its step()")
+                run.found(
+                    f"the schedule {what} is never stepped: the rate stays", "call its step()"
+                )
             elif e["type"] == "CosineAnnealingLR" and e["last"] > e["total"]:
-                run.asked(f"{what} was made for {e['total']} steps, and its step() was called "
-                    f"{e['last']} times: the rate rises again", "is its length counted in epochs, "
-                    "and step() called for each batch?")
-            elif e["total"] and run.world > 1 and not run.cut and e["steps"] == e["last"] and abs(e[
-                    "total"] / max(1, e["last"]) / run.world - 1) < 0.1:
-                run.asked(f"{what} was made for {e['total']} steps, and the run ends after "
-                    f"{e['last']}, {run.world} times fewer", "was its length counted before the "
-                    "data were shared out?", "pitfalls/learning_rate_and_world_size.py")
+                run.asked(
+                    f"{what} was made for {e['total']} steps, and its step() was called "
+                    f"{e['last']} times: the rate rises again",
+                    "is its length counted in epochs, and step() called for each batch?",
+                )
+            elif (
+                e["total"]
+                and run.world > 1
+                and not run.cut
+                and e["steps"] == e["last"]
+                and abs(e["total"] / max(1, e["last"]) / run.world - 1) < 0.1
+            ):
+                run.asked(
+                    f"{what} was made for {e['total']} steps, and the run ends after "
+                    f"{e['last']}, {run.world} times fewer",
+                    "was its length counted before the data were shared out?",
+                    "pitfalls/learning_rate_and_world_size.py",
+                )
         for e in {e["id"]: e for e in rank.kinds["average"]}.values():
             if e["n"] == 0 and e["steps"] > 19:
-                run.asked(f"AveragedModel ({e['at']}) is never updated: after {e['steps']} steps "
-                    "it holds the first weights", "call update_parameters(model) after each step")
+                run.asked(
+                    f"AveragedModel ({e['at']}) is never updated: after {e['steps']} steps "
+                    "it holds the first weights",
+                    "call update_parameters(model) after each step",
+                )
 
 
 def made_anew(run):
@@ -809,9 +1216,12 @@ def made_anew(run):
             made[e["at"], e["ids"], e["keeps"]].add(e["o"])
         for (at, _, keeps), found in made.items():
             if len(found) > 2 and keeps:
-                run.asked(f"the optimizer is made anew {len(found)} times, over the same "
-                    f"parameters ({at})", "its momentum is lost each time: make it once, before "
-                    "the epochs", once=f"anew {at}")
+                run.asked(
+                    f"the optimizer is made anew {len(found)} times, over the same "
+                    f"parameters ({at})",
+                    "its momentum is lost each time: make it once, before the epochs",
+                    once=f"anew {at}",
+                )
 
 
 # ---- Files, and what comes after a restart ----
@@ -827,49 +1237,80 @@ def files(run):
                 saves[rank.host, e["path"]][rank.rank].append(e)
     for (host, path), by in saves.items():
         name, one = os.path.basename(path), next(iter(by.values()))[0]
-        if any(a["r"] != b["r"] and a["begun"] <= b["phase"] and b["begun"] <= a["phase"] for a, b
-                in itertools.combinations(itertools.chain(*by.values()), 2)):
-            run.found(f"{those(by, run)} save to one file, {name} ({one['at']})", "they write over "
-                "each other: rank 0 alone saves, or each to a name of its own",
-                "pitfalls/every_rank_saves.py", "save", once=f"save {one['at']}")
-        paths = {path} | {e["path"] for q in by for e in run.ranks[q].kinds["move"] if e["source"]
-            == path}
+        if any(
+            a["r"] != b["r"] and a["begun"] <= b["phase"] and b["begun"] <= a["phase"]
+            for a, b in itertools.combinations(itertools.chain(*by.values()), 2)
+        ):
+            run.found(
+                f"{those(by, run)} save to one file, {name} ({one['at']})",
+                "they write over each other: rank 0 alone saves, or each to a name of its own",
+                "pitfalls/every_rank_saves.py",
+                "save",
+                once=f"save {one['at']}",
+            )
+        paths = {path} | {
+            e["path"] for q in by for e in run.ranks[q].kinds["move"] if e["source"] == path
+        }
         for load, e in itertools.product(run.any("load"), itertools.chain(*by.values())):
             r, q = load["r"], e["r"]
-            if r != q and run.ranks[
-                    r].host == host and load["path"] in paths and ("save" not in run.causes) and e[
-                    "begun"] <= load["phase"] and (load["begun"] <= e["phase"]):
+            if (
+                r != q
+                and run.ranks[r].host == host
+                and load["path"] in paths
+                and ("save" not in run.causes)
+                and e["begun"] <= load["phase"]
+                and (load["begun"] <= e["phase"])
+            ):
                 inside = load["start"] < e["t"] and e["start"] < load["t"]
-                run.say("found" if inside else "asked", f"rank {r} loads {name} ({load['at']}) "
+                run.say(
+                    "found" if inside else "asked",
+                    f"rank {r} loads {name} ({load['at']}) "
                     f"while rank {q} saves it ({e['at']}), and nothing lets it wait",
                     "dist.barrier() between them",
                     "pitfalls/README.md#it-was-killed-and-something-is-lost",
-                    once=f"race {r} {path}")
+                    once=f"race {r} {path}",
+                )
     copy = "keep a copy: copy.deepcopy(model.state_dict())"
     for rank in run.ranks.values():
         for e in rank.kinds["save"]:
             if e["wrapper"]:
-                run.asked(f"{e['at']} saves the state of the DDP object: its names begin with "
-                    '"module."', "another script cannot load it: save model.module.state_dict()",
-                    "pitfalls/keys_with_module.py")
+                run.asked(
+                    f'{e["at"]} saves the state of the DDP object: its names begin with "module."',
+                    "another script cannot load it: save model.module.state_dict()",
+                    "pitfalls/keys_with_module.py",
+                )
             if e["old"]:
-                run.found(f"{e['at']} saves a state_dict() that was taken {e['old']} steps before, "
-                    "and has changed with the model since", copy, once=f"old {e['at']}")
+                run.found(
+                    f"{e['at']} saves a state_dict() that was taken {e['old']} steps before, "
+                    "and has changed with the model since",
+                    copy,
+                    once=f"old {e['at']}",
+                )
         for e in rank.kinds["took"]:
             if e["old"]:
-                run.found(f"{e['at']} loads a state_dict() of {e['old']} steps before, which has "
-                    "changed with the model since: nothing happens", copy)
+                run.found(
+                    f"{e['at']} loads a state_dict() of {e['old']} steps before, which has "
+                    "changed with the model since: nothing happens",
+                    copy,
+                )
             if e["n"] > 3 and e["fit"] < e["n"] / 10:
-                run.found(f"{e['at']} loads {e['n']} entries, of which {e['fit']} fit the model: "
-                    "it stays as it was", e["prefix"] and f"their names differ by {e['prefix']!r}",
-                    "pitfalls/keys_with_module.py")
+                run.found(
+                    f"{e['at']} loads {e['n']} entries, of which {e['fit']} fit the model: "
+                    "it stays as it was",
+                    e["prefix"] and f"their names differ by {e['prefix']!r}",
+                    "pitfalls/keys_with_module.py",
+                )
         paths = collections.Counter(e["path"] for e in rank.kinds["save"] if e["optimizer"])
-        for path in {f["path"] for f in run.any("load")} - {e["source"] for e in rank.kinds[
-                "move"]}:
+        for path in {f["path"] for f in run.any("load")} - {
+            e["source"] for e in rank.kinds["move"]
+        }:
             if paths[path] > 1 and path:
-                run.found(f"{os.path.basename(path)}, from which the job goes on, is written over "
-                    f"in place {paths[path]} times", "a kill meanwhile leaves none: write beside "
-                    "it, then os.replace", "pitfalls/snapshot_in_place.py")
+                run.found(
+                    f"{os.path.basename(path)}, from which the job goes on, is written over "
+                    f"in place {paths[path]} times",
+                    "a kill meanwhile leaves none: write beside it, then os.replace",
+                    "pitfalls/snapshot_in_place.py",
+                )
 
 
 def resumes(run):
@@ -882,39 +1323,74 @@ def resumes(run):
     trains = any(rank.count for rank in run.ranks.values())
     keeps = any(n["keeps"] for rank in run.ranks.values() for n in rank.optimizers.values())
     if trains and run.first.attempt and saves and not ours:
-        run.asked(f"attempt {run.first.attempt} begins anew: it loads no file that the attempt "
-            "before has saved", "all is trained again", "02_torchrun_elastic.py")
+        run.asked(
+            f"attempt {run.first.attempt} begins anew: it loads no file that the attempt "
+            "before has saved",
+            "all is trained again",
+            "02_torchrun_elastic.py",
+        )
     for e in loads if trains and keeps and not run.any("resumed") else ():
         if e["optimizer"] or e in ours:
-            run.say("found" if e in ours else "asked", f"{e['at']} loads "
+            run.say(
+                "found" if e in ours else "asked",
+                f"{e['at']} loads "
                 f"{os.path.basename(e['path'])}, and training goes on without the optimizer's "
-                "state", "its momentum begins at 0 after each resume" if e in ours
+                "state",
+                "its momentum begins at 0 after each resume"
+                if e in ours
                 else "right for fine-tuning; after a crash the momentum is lost",
-                "pitfalls/optimizer_not_saved.py")
+                "pitfalls/optimizer_not_saved.py",
+            )
             break
     for e in run.first.kinds["resumed"]:
         step = run.first.steps.get(e["o"], {}).get(e["i"])
-        if step and step["rate"] != e["rate"] and not any(s.get("n", 0) > 1 + e["i"] and
-                s["t"] < step["t"] for s in run.first.kinds["schedule"]):
-            run.asked(f"the optimizer's state ({e['at']}) was loaded with rate {e['rate'][0]:.3g}, "
-                f"and the next step takes {step['rate'][0]:.3g}", "a schedule made after the load "
-                "sets it back: load it last", once="rate")
+        if (
+            step
+            and step["rate"] != e["rate"]
+            and not any(
+                s.get("n", 0) > 1 + e["i"] and s["t"] < step["t"]
+                for s in run.first.kinds["schedule"]
+            )
+        ):
+            run.asked(
+                f"the optimizer's state ({e['at']}) was loaded with rate {e['rate'][0]:.3g}, "
+                f"and the next step takes {step['rate'][0]:.3g}",
+                "a schedule made after the load sets it back: load it last",
+                once="rate",
+            )
         if not step and run.first.steps and e["o"] not in run.first.steps:
-            run.found(f"{e['at']} loads the state of an optimizer that never takes a step",
-                "the one that trains was made afterwards", "pitfalls/optimizer_not_saved.py")
-    trained = {r: [p for p in rank.passes.values() if p["count"] > 1 < p["backs"] and "num_replicas"
-        in p] for r, rank in run.ranks.items()}
+            run.found(
+                f"{e['at']} loads the state of an optimizer that never takes a step",
+                "the one that trains was made afterwards",
+                "pitfalls/optimizer_not_saved.py",
+            )
+    trained = {
+        r: [p for p in rank.passes.values() if p["count"] > 1 < p["backs"] and "num_replicas" in p]
+        for r, rank in run.ranks.items()
+    }
     firsts = [passes[0].get("epoch") for passes in trained.values() if passes]
     if len(firsts) == len(run.ranks) and differ(firsts) and None not in firsts:
-        run.found(f"the ranks begin in different epochs: {', '.join(map(str, firsts))}",
-            "some go on from a file that others do not have", "02_torchrun_elastic.py")
+        run.found(
+            f"the ranks begin in different epochs: {', '.join(map(str, firsts))}",
+            "some go on from a file that others do not have",
+            "02_torchrun_elastic.py",
+        )
     if not ours or "weights" in run.causes:
         return
     paths = {e["path"] for e in ours}
     paths |= {e["source"] for e in moves if e["path"] in paths}
     until = max((e["t"] for e in saves if e["path"] in paths), default=0)
-    finished = {r: [p for p in rank.passes.values() if p["count"] > 1 < p["backs"] and p.get("done")
-        and "num_replicas" in p and p["end"] < until] for r, rank in before.ranks.items()}
+    finished = {
+        r: [
+            p
+            for p in rank.passes.values()
+            if p["count"] > 1 < p["backs"]
+            and p.get("done")
+            and "num_replicas" in p
+            and p["end"] < until
+        ]
+        for r, rank in before.ranks.items()
+    }
     # Of all ranks: one may end its pass only after another has saved.
     lasts = [e[-1]["epoch"] for e in finished.values() if e and e[-1].get("epoch") is not None]
     for r, passes in trained.items():
@@ -924,12 +1400,19 @@ def resumes(run):
         last, next_ = max(lasts, default=None), passes[0].get("epoch")
         begin = [p["crcs"][:2] for p in (passes[0], *ends[:2])]
         if len(ends) > 1 and len(begin[0]) > 1 and begin[0] == begin[1] != begin[2]:
-            run.found(f"after the resume the data begin anew ({passes[0]['at']}): the first "
-                "batches are those of the first epoch", "set_epoch by the number of the epoch over "
-                "all attempts", "recipes/resume_mid_epoch.py")
+            run.found(
+                f"after the resume the data begin anew ({passes[0]['at']}): the first "
+                "batches are those of the first epoch",
+                "set_epoch by the number of the epoch over all attempts",
+                "recipes/resume_mid_epoch.py",
+            )
         elif last is not None and next_ not in (last + 1, None) and ends[-1].get("shuffle"):
-            run.found(f"epoch {last} was finished and saved, and the resumed run begins with epoch "
-                f"{next_}", "one is trained twice, or left out", "pitfalls/off_by_one_epoch.py")
+            run.found(
+                f"epoch {last} was finished and saved, and the resumed run begins with epoch "
+                f"{next_}",
+                "one is trained twice, or left out",
+                "pitfalls/off_by_one_epoch.py",
+            )
 
 
 # ---- Calls and settings ----
@@ -940,33 +1423,70 @@ def settings(run):
     one, notes = run.first, [n for rank in run.ranks.values() for n in rank.optimizers.values()]
     debug = [*one.debug, *["torch.autograd.set_detect_anomaly"] * any(n["anomaly"] for n in notes)]
     if debug:
-        run.found(f"debugging is on: {', '.join(debug)}", "it slows each step down; switch it off "
-            "for a long job")
+        run.found(
+            f"debugging is on: {', '.join(debug)}",
+            "it slows each step down; switch it off for a long job",
+        )
     if any(n["double"] for n in notes) and one.count > 7:
-        run.asked("the weights are in double precision (float64)", "twice the memory and the "
-            "exchange; is it meant so?")
+        run.asked(
+            "the weights are in double precision (float64)",
+            "twice the memory and the exchange; is it meant so?",
+        )
     threads = max((n["threads"] for n in notes if n["device"] == "cpu"), default=0)
     if threads * one.local > 2 * one.cores and threads > 1 and one.count > 7:
-        run.found(f"{one.local} ranks with {threads} threads each share {one.cores} cores: they "
+        run.found(
+            f"{one.local} ranks with {threads} threads each share {one.cores} cores: they "
             "wait for each other",
             f"torch.set_num_threads({max(1, one.cores // max(1, one.local))})",
-            "benchmarks/README.md")
+            "benchmarks/README.md",
+        )
     lost = collections.defaultdict(set)
     for e in run.any("call"):
         if "lost" in e:
             lost[e["at"], e["r"]].add(e["lost"])
         if e.get("one"):
-            run.found(f"all_gather at {e['at']} is given one tensor under {run.world} names: all "
-                "slots hold the last rank's", "make them by a comprehension, not by [t] * n")
+            run.found(
+                f"all_gather at {e['at']} is given one tensor under {run.world} names: all "
+                "slots hold the last rank's",
+                "make them by a comprehension, not by [t] * n",
+            )
     for (at, _), values in lost.items():
         if len(values) > 2 and notes:  # no warm-up, no barrier, no trial of the network
-            run.asked(f"nothing holds the tensor that all_reduce at {at} is given: its sums are "
-                "lost", "they come in the tensor itself, and it returns None: give it a name")
+            run.asked(
+                f"nothing holds the tensor that all_reduce at {at} is given: its sums are lost",
+                "they come in the tensor itself, and it returns None: give it a name",
+            )
 
 
-RULES = [no_group, alone, calls, wrappers, buffers, numbers, apart, told_wrong, splits,
-    same_batches, whole_set, order_again, overlap, batches_again, shares, empty, modes, draws,
-    evaluations, gradients, clipping, summed, schedules, made_anew, files, resumes, settings]
+RULES = [
+    no_group,
+    alone,
+    calls,
+    wrappers,
+    buffers,
+    numbers,
+    apart,
+    told_wrong,
+    splits,
+    same_batches,
+    whole_set,
+    order_again,
+    overlap,
+    batches_again,
+    shares,
+    empty,
+    modes,
+    draws,
+    evaluations,
+    gradients,
+    clipping,
+    summed,
+    schedules,
+    made_anew,
+    files,
+    resumes,
+    settings,
+]
 
 
 # ---- Where the time goes ----
@@ -983,8 +1503,9 @@ def parts(run):
         raw[r] = {}
         for i, e in rows.items():
             if e["spans"] and i > 2:
-                start = rows[i - 1]["end"] + rows[i - 1]["own"] if i - 1 in rows else e["spans"][0][
-                    1]
+                start = (
+                    rows[i - 1]["end"] + rows[i - 1]["own"] if i - 1 in rows else e["spans"][0][1]
+                )
                 each = dict.fromkeys("lfbwcos", 0.0)
                 for kind, a, b in e["spans"]:
                     each[kind] += max(0, b - max(a, start))
@@ -998,10 +1519,14 @@ def parts(run):
         for r in raw:
             each = raw[r][i]
             waits = each["w"] + each["c"] - sum(least.values())
-            out[r][i] = {k: each[k] for k in "lfbos"} | {"wait": waits, "x": sum(least.values()),
-                "all": each["all"]}
-            out[r][i]["rest"] = max(0.0, each["all"] - sum(v for k, v in out[r][i].items()
-                if k != "all"))
+            out[r][i] = {k: each[k] for k in "lfbos"} | {
+                "wait": waits,
+                "x": sum(least.values()),
+                "all": each["all"],
+            }
+            out[r][i]["rest"] = max(
+                0.0, each["all"] - sum(v for k, v in out[r][i].items() if k != "all")
+            )
     return out
 
 
@@ -1011,9 +1536,12 @@ def align(run):
     ends = {r: {e["i"]: e["end"] for e in rows} for r, rows in run["spans"].items() if rows}
     few = min(ends, key=lambda r: max(ends[r]), default=None)
     for r, mine in ends.items():
+
         def away(shift, mine=mine):
-            return statistics.median([abs(mine[i + shift] - end) for i, end in ends[few].items()
-                if i + shift in mine] or [math.inf])
+            return statistics.median(
+                [abs(mine[i + shift] - end) for i, end in ends[few].items() if i + shift in mine]
+                or [math.inf]
+            )
 
         more = max(mine) - max(ends[few])
         shift = min(0, more - 1, more, more + 1, key=away)
@@ -1029,8 +1557,10 @@ def times(run):
     if count < 10:
         yield f"too few steps to tell the time ({count} that all ranks have noted)"
         return
-    median = {r: {k: statistics.median(row[k] for row in rows.values()) for k in (*PARTS, "all")}
-        for r, rows in table.items()}
+    median = {
+        r: {k: statistics.median(row[k] for row in rows.values()) for k in (*PARTS, "all")}
+        for r, rows in table.items()
+    }
     yield "milliseconds of a step, medians; range: of nine steps in ten"
     yield "rank    step           range" + "".join(f"  {name}" for name in PARTS.values())
     for r, rows in sorted(table.items()):
@@ -1038,38 +1568,75 @@ def times(run):
         few = len(totals) // 20
         spread = f"{totals[few]:.1f} to {totals[-1 - few]:.1f}"
         yield f"{r:4} {statistics.median(totals):7.1f} {spread:>15}" + "".join(
-            f"{1e3 * median[r][k]:{2 + len(name)}.1f}" for k, name in PARTS.items())
+            f"{1e3 * median[r][k]:{2 + len(name)}.1f}" for k, name in PARTS.items()
+        )
     if (load := os.getloadavg()[0]) > 3 * run.first.cores:
-        yield (f"the machine is busy (load {load:.0f} on {run.first.cores} cores): on an idle one, "
-            "the parts may be others")
+        yield (
+            f"the machine is busy (load {load:.0f} on {run.first.cores} cores): on an idle one, "
+            "the parts may be others"
+        )
     for r, rows in table.items():
         whole = sum(row["all"] for row in rows.values())
-        for k, least, what, cost, read in (("l", 0.5, "waits for its loader", ("more workers, or "
-                "less work for each item"), "benchmarks/README.md#throughput"), ("s", 0.2, "saves",
+        for k, least, what, cost, read in (
+            (
+                "l",
+                0.5,
+                "waits for its loader",
+                ("more workers, or less work for each item"),
+                "benchmarks/README.md#throughput",
+            ),
+            (
+                "s",
+                0.2,
+                "saves",
                 "save more rarely, or from a thread's copy",
-                "recipes/checkpoint_any_world_size.py")):
+                "recipes/checkpoint_any_world_size.py",
+            ),
+        ):
             share = sum(row[k] for row in rows.values()) / whole
             if share > least:
-                run.say("found", f"rank {r} {what} for {share:.0%} of the time of its steps", cost,
-                    read)
+                run.say(
+                    "found", f"rank {r} {what} for {share:.0%} of the time of its steps", cost, read
+                )
         typical = statistics.median(row["wait"] / row["all"] for row in rows.values())
-        last = collections.Counter(min(table, key=lambda q, i=i: table[q][i]["wait"]) for i,
-            row in rows.items() if row["wait"] > 0.1 * row["all"])
+        last = collections.Counter(
+            min(table, key=lambda q, i=i: table[q][i]["wait"])
+            for i, row in rows.items()
+            if row["wait"] > 0.1 * row["all"]
+        )
         other, times_last = (last.most_common(1) or [(r, 0)])[0]
         if other != r and typical > 0.3 and len(rows) > 19 and times_last > 0.8 * len(rows):
             more = {k: median[other][k] - median[r][k] for k in ("l", "f", "b", "o", "s", "rest")}
             k = max(more, key=more.get)
-            run.say("found", f"rank {r} waits for rank {other} in {typical:.0%} of the time of a "
-                "step", f"rank {other} takes {1e3 * more[k]:.1f} ms longer in " + (PARTS[k]
-                if k != "rest" else "its own code, between the other parts"),
-                "pitfalls/slow_rank.py")
+            run.say(
+                "found",
+                f"rank {r} waits for rank {other} in {typical:.0%} of the time of a step",
+                f"rank {other} takes {1e3 * more[k]:.1f} ms longer in "
+                + (PARTS[k] if k != "rest" else "its own code, between the other parts"),
+                "pitfalls/slow_rank.py",
+            )
     one = median[min(median)]
-    for k, least, what, cost in (("x", 5e-4, "the exchange takes", ("a larger batch on each rank, "
-            "or accumulation, makes fewer of them")), ("rest", 5e-3, ("the script's own code "
-            "between the other parts takes"), "preparing batches, printing, metrics?")):
+    for k, least, what, cost in (
+        (
+            "x",
+            5e-4,
+            "the exchange takes",
+            ("a larger batch on each rank, or accumulation, makes fewer of them"),
+        ),
+        (
+            "rest",
+            5e-3,
+            ("the script's own code between the other parts takes"),
+            "preparing batches, printing, metrics?",
+        ),
+    ):
         if one[k] > max(0.6 * one["all"], least) and one["f"]:
-            run.say("asked", f"{what} {one[k] / one['all']:.0%} of a step of "
-                f"{1e3 * one['all']:.1f} ms", cost, "benchmarks/README.md")
+            run.say(
+                "asked",
+                f"{what} {one[k] / one['all']:.0%} of a step of {1e3 * one['all']:.1f} ms",
+                cost,
+                "benchmarks/README.md",
+            )
 
 
 def picture(run):
@@ -1079,26 +1646,36 @@ def picture(run):
     steps = [i for i in common if i > 2 and {i - 1, i + 3} <= {*common}] or common[1:]
     first = next(iter(rows.values()))
 
-    middle = sorted(steps, key=lambda i: first[i]["end"] - first.get(i - 1, first[i])["end"])[len(
-        steps) // 2]
+    middle = sorted(steps, key=lambda i: first[i]["end"] - first.get(i - 1, first[i])["end"])[
+        len(steps) // 2
+    ]
     shown = [i for i in range(middle, middle + 4) if i in common]
     start = min(row[middle - 1]["end"] for row in rows.values() if middle - 1 in row)
     end = max(row[shown[-1]]["end"] for row in rows.values())
     scale, high = 860 / (end - start), 34 * len(rows)
-    out = [(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {high + 110}" '
-        f'font-size="13" font-family="sans-serif"><rect width="960" height="{high + 110}" '
-        'fill="white"/>')]
+    out = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {high + 110}" '
+            f'font-size="13" font-family="sans-serif"><rect width="960" height="{high + 110}" '
+            'fill="white"/>'
+        )
+    ]
     for y, (r, row) in enumerate(sorted(rows.items())):
-        out.append(f'<text x="8" y="{34 * y + 40}">rank {r}</text><rect x="80" y="{34 * y + 22}" '
-            'width="860" height="26" fill="#eeeeee"/>')
+        out.append(
+            f'<text x="8" y="{34 * y + 40}">rank {r}</text><rect x="80" y="{34 * y + 22}" '
+            'width="860" height="26" fill="#eeeeee"/>'
+        )
         for i in [*shown, shown[-1] + 1]:
             for kind, a, b in row[i]["spans"] if i in row else ():
                 a, b = max(a, start), min(b, end)
                 if b > a:
-                    out.append(f'<rect x="{80 + scale * (a - start):.1f}" y="{34 * y + 22}" '
+                    out.append(
+                        f'<rect x="{80 + scale * (a - start):.1f}" y="{34 * y + 22}" '
                         f'width="{max(0.4, scale * (b - a)):.1f}" height="26" '
-                        f'fill="{COLOURS[kind]}">' f"<title>{NAMES[kind]}: {1e3 * (b - a):.2f} "
-                        "ms</title></rect>")
+                        f'fill="{COLOURS[kind]}">'
+                        f"<title>{NAMES[kind]}: {1e3 * (b - a):.2f} "
+                        "ms</title></rect>"
+                    )
             if i in shown and i in row:
                 x = 80 + scale * (row[i]["end"] - start)
                 out.append(f'<path d="M{x:.1f} {34 * y + 18}v34" stroke="black"/>')
@@ -1106,16 +1683,23 @@ def picture(run):
     tick = next(t for t in (tick, 2 * tick, 5 * tick, 10 * tick) if (end - start) / t < 12)
     for n in range(int((end - start) / tick) + 1):
         x = 80 + scale * n * tick
-        out.append(f'<path d="M{x:.1f} {high + 24}v6" stroke="black"/><text x="{x:.1f}" '
-            f'y="{high + 44}" text-anchor="middle">{1e3 * n * tick:g}</text>')
+        out.append(
+            f'<path d="M{x:.1f} {high + 24}v6" stroke="black"/><text x="{x:.1f}" '
+            f'y="{high + 44}" text-anchor="middle">{1e3 * n * tick:g}</text>'
+        )
     out.append(f'<text x="8" y="{high + 44}">ms</text>')
     x = 80
     for kind, name in NAMES.items():
-        out.append(f'<rect x="{x}" y="{high + 64}" width="12" height="12" '
-            f'fill="{COLOURS[kind]}"/><text x="{x + 17}" y="{high + 75}">{name}</text>')
+        out.append(
+            f'<rect x="{x}" y="{high + 64}" width="12" height="12" '
+            f'fill="{COLOURS[kind]}"/><text x="{x + 17}" y="{high + 75}">{name}</text>'
+        )
         x += 34 + 7 * len(name)
-    out.append(f'<text x="80" y="{high + 98}">steps {shown[0] + 1} to {shown[-1] + 1}; a black '
-        'line ends' " a step; grey: none of these</text></svg>")
+    out.append(
+        f'<text x="80" y="{high + 98}">steps {shown[0] + 1} to {shown[-1] + 1}; a black '
+        "line ends"
+        " a step; grey: none of these</text></svg>"
+    )
     return "\n".join(out)
 
 
@@ -1141,14 +1725,25 @@ def read(folder):
             stands = pathlib.Path(now).read_text(errors="replace").split("|")
             if events:
                 pieces.append(Rank(events))
-                pieces[-1].stands = f"in {stands[1]} at {stands[2].strip()}" if (len(stands) > 2 and
-                    stands[1].strip()) else ""
+                pieces[-1].stands = (
+                    f"in {stands[1]} at {stands[2].strip()}"
+                    if (len(stands) > 2 and stands[1].strip())
+                    else ""
+                )
     groups = []
     for piece in sorted((p for p in pieces if p.rank is not None), key=lambda p: p.begin):
         piece.stands = getattr(piece, "stands", "")
-        group = next((g for g in groups if piece.rank not in {p.rank for p in g} and (piece.world,
-            piece.attempt) == (g[0].world, g[0].attempt) and len(g) < piece.world and piece.begin -
-            g[0].begin < 60), None)
+        group = next(
+            (
+                g
+                for g in groups
+                if piece.rank not in {p.rank for p in g}
+                and (piece.world, piece.attempt) == (g[0].world, g[0].attempt)
+                and len(g) < piece.world
+                and piece.begin - g[0].begin < 60
+            ),
+            None,
+        )
         groups.append([piece]) if group is None else group.append(piece)
     runs = []
     for group in groups:
@@ -1173,17 +1768,31 @@ def judge(runs, alone=(), cut=False, stalled=False, rules=RULES):
 def seen(runs, alone):
     """What was looked at, and what was not seen, in a line each."""
     ranks = [rank for run in runs for rank in run.ranks.values()] + [*alone]
-    steps, looked, passes, saves = (max(map(count, ranks), default=0)
-        for count in (lambda r: r.count, lambda r: max(map(len, r.steps.values()), default=0),
-        lambda r: len(r.passes), lambda r: len(r.kinds["save"])))
-    yield (f"looked at: ranks {max((len(r.ranks) for r in runs), default=0)}, starts {len(runs)}; "
+    steps, looked, passes, saves = (
+        max(map(count, ranks), default=0)
+        for count in (
+            lambda r: r.count,
+            lambda r: max(map(len, r.steps.values()), default=0),
+            lambda r: len(r.passes),
+            lambda r: len(r.kinds["save"]),
+        )
+    )
+    yield (
+        f"looked at: ranks {max((len(r.ranks) for r in runs), default=0)}, starts {len(runs)}; "
         f"of a rank: steps {steps} ({looked} bit by bit), passes over loaders {passes}, saves "
-        f"{saves}")
+        f"{saves}"
+    )
     has = set().union(*(run.has for run in runs)) if runs else set()
-    unseen = [text for key, text in (("shards", ("the weights of DTensors or FSDP (their ranks "
-        "hold parts)")), ("to_one", "what ranks send to each other one by one (a pipeline)"), (
-        "groups", "which groups should hold the same weights, where DDP does not say so"), ("join",
-        "weights and unequal shares, as Join is used")) if key in has]
+    unseen = [
+        text
+        for key, text in (
+            ("shards", ("the weights of DTensors or FSDP (their ranks hold parts)")),
+            ("to_one", "what ranks send to each other one by one (a pipeline)"),
+            ("groups", "which groups should hold the same weights, where DDP does not say so"),
+            ("join", "weights and unequal shares, as Join is used"),
+        )
+        if key in has
+    ]
     if not any(rank.passes for rank in ranks):
         unseen.append("the data: no DataLoader was used (only what goes into DDP is compared)")
     elif not any(p.get("over") and p["backs"] for rank in ranks for p in rank.passes.values()):
@@ -1215,8 +1824,12 @@ def watch(args, records):
     os.symlink(f"{here}/check_training_recorder.py", f"{site}/sitecustomize.py")
     path = os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
-        command = foreign_command.start(args.command, stdin=None, prefix="check", env={**os.environ,
-            "CHECK_TRAINING": records, "PYTHONPATH": path})
+        command = foreign_command.start(
+            args.command,
+            stdin=None,
+            prefix="check",
+            env={**os.environ, "CHECK_TRAINING": records, "PYTHONPATH": path},
+        )
     except OSError as error:
         stop(f"cannot start the command: {error}")
     begun = moved = time.monotonic()
@@ -1225,11 +1838,16 @@ def watch(args, records):
     def echo(data):
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
+
     while command.poll() is None:
         lines = command.read(0.2, echo=echo)
-        new = {name: os.path.getsize(f"{records}/{name}") if name.endswith("jsonl")
-            else pathlib.Path(f"{records}/{name}").read_bytes() for name in os.listdir(records)
-            if name != "site-packages"}
+        new = {
+            name: os.path.getsize(f"{records}/{name}")
+            if name.endswith("jsonl")
+            else pathlib.Path(f"{records}/{name}").read_bytes()
+            for name in os.listdir(records)
+            if name != "site-packages"
+        }
         if not joined and any(name.endswith("jsonl") for name in new):
             joined, begun = True, time.monotonic()  # its start is not counted
         still = time.monotonic() - moved
@@ -1240,8 +1858,11 @@ def watch(args, records):
         if time.monotonic() - begun > args.seconds:
             why = "seconds"
         elif used is not None and still > args.stall:
-            calls = [(text.split(b"|") + [b""])[1].strip() for name, text in new.items()
-                if name.endswith(".now") and os.path.exists(f"/proc/{name.split('-')[0]}")]
+            calls = [
+                (text.split(b"|") + [b""])[1].strip()
+                for name, text in new.items()
+                if name.endswith(".now") and os.path.exists(f"/proc/{name.split('-')[0]}")
+            ]
             waits = [call not in (b"", b"the loader", b"forward", b"a file") for call in calls]
             if any(waits) and (all(waits) or cpu(command) - used < 0.1 * args.stall):
                 why = "stall"
@@ -1265,21 +1886,33 @@ def stop(message, status=2):
 
 
 def main():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
-        description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
+        description=__doc__.partition("\n")[0],
+    )
     parser.error = stop
-    parser.add_argument("--seconds", type=float, default=60,
-        help="end the command so long after the ranks have met; default 60")
-    parser.add_argument("--stall", type=float, default=30,
-        help="or when it stands still for so many seconds; default 30")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60,
+        help="end the command so long after the ranks have met; default 60",
+    )
+    parser.add_argument(
+        "--stall",
+        type=float,
+        default=30,
+        help="or when it stands still for so many seconds; default 30",
+    )
     parser.add_argument("--picture", help="write some steps to this SVG")
     parser.add_argument("--json", help="write all that is said to this file")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
     args.command = sys.argv[at + 1 :]
     if not args.command:
-        stop("the command is missing. For example: python launch/check_training.py -- torchrun "
-            "--standalone --nproc-per-node=2 train.py")
+        stop(
+            "the command is missing. For example: python launch/check_training.py -- torchrun "
+            "--standalone --nproc-per-node=2 train.py"
+        )
     if min(args.seconds, args.stall) <= 0:
         stop("--seconds and --stall must be more than 0")
     for path in filter(None, (args.picture, args.json)):
@@ -1295,31 +1928,51 @@ def report(args, records, status, why, error):
     """Print what was found; return the exit status."""
     runs, alone, failures = read(records)
     said = judge(runs, alone, cut=bool(why) or status != 0, stalled=why == "stall")
-    last = max((run for run in runs if len(run.ranks) > 1), default=None,
-        key=lambda run: (run.first.count, run.first.begin))
+    last = max(
+        (run for run in runs if len(run.ranks) > 1),
+        default=None,
+        key=lambda run: (run.first.count, run.first.begin),
+    )
     lines = [*times(last)] if last else []
     said += [s for s in (last.said if last else ()) if s not in said]
     if why == "stall":
         ranks = sorted(runs[-1].ranks.items()) if runs else [*enumerate(alone)]
         cause = bool(runs) and "calls" in runs[-1].causes  # that stands before it
-        said.insert(len(said) * cause, ("found", f"it stands still for {args.stall:g} s: " +
-            "; ".join(f"rank {r} {rank.stands or 'in no call of torch'}" for r, rank in ranks[:8]),
-            "", "pitfalls/README.md#it-hangs-or-a-timeout-ends-it"))
+        said.insert(
+            len(said) * cause,
+            (
+                "found",
+                f"it stands still for {args.stall:g} s: "
+                + "; ".join(
+                    f"rank {r} {rank.stands or 'in no call of torch'}" for r, rank in ranks[:8]
+                ),
+                "",
+                "pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
+            ),
+        )
     elif status and not why:
         said.insert(0, ("found", f"the script fails, with status {status}", error, ""))
     trained = any(rank.steps for rank in (*alone, *(r for run in runs for r in run.ranks.values())))
     if not runs and not alone:
-        lines.append(f"no process came to training within {args.seconds:g} s: --seconds gives it "
-            "more" if why == "seconds" else "no process came to training" if status else "no "
+        lines.append(
+            f"no process came to training within {args.seconds:g} s: --seconds gives it more"
+            if why == "seconds"
+            else "no process came to training"
+            if status
+            else "no "
             "process of the command was seen to train: python -I and -E, and a PYTHONPATH that the "
-            "script sets anew, keep the recorder out")
+            "script sets anew, keep the recorder out"
+        )
     elif not trained:
-        lines.append("no optimizer of torch took a step, so there was nothing to judge. Does "
-            "it find a finished checkpoint? Then start it in a new folder")
+        lines.append(
+            "no optimizer of torch took a step, so there was nothing to judge. Does "
+            "it find a finished checkpoint? Then start it in a new folder"
+        )
     elif not said:
         lines.append("nothing found" if last else "one rank alone: there was nothing to compare")
-    lines += [f"the recorder failed in a process, which ran on without it: {f}"
-        for f in {*failures}]
+    lines += [
+        f"the recorder failed in a process, which ran on without it: {f}" for f in {*failures}
+    ]
     if why == "seconds":
         lines.append(f"ended after {args.seconds:g} s (--seconds): what comes later was not seen")
     lines += seen(runs, alone)
@@ -1338,16 +1991,39 @@ def report(args, records, status, why, error):
         wrapped(line, "", "    ")
     result = int(any(s[0] == "found" for s in said) or not (runs or alone))
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"status": result, "script_status": status,
-            "ended": why, "lines": lines, "said": [dict(zip(("level", "what", "cost", "read"), s,
-            strict=True)) for s in said]}, indent=1) + "\n")
+        pathlib.Path(args.json).write_text(
+            json.dumps(
+                {
+                    "status": result,
+                    "script_status": status,
+                    "ended": why,
+                    "lines": lines,
+                    "said": [
+                        dict(zip(("level", "what", "cost", "read"), s, strict=True)) for s in said
+                    ],
+                },
+                indent=1,
+            )
+            + "\n"
+        )
     return result
 
 
 def wrapped(text, first, then):
     """Print a line, 100 columns wide at most where it has spaces. A table's rows stay."""
-    print(text if not first and len(text) <= 100 else textwrap.fill(text, 100, initial_indent=first,
-        subsequent_indent=then, break_long_words=False, break_on_hyphens=False), flush=True)
+    print(
+        text
+        if not first and len(text) <= 100
+        else textwrap.fill(
+            text,
+            100,
+            initial_indent=first,
+            subsequent_indent=then,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

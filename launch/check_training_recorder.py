@@ -26,12 +26,34 @@ FOLDER = os.environ.get("CHECK_TRAINING", "")  # where the records go
 FIRST = 20  # steps in which tensors of a GPU are read
 SAMPLE = 200_000  # values of all weights, or of all gradients, that are read in a step, at most
 RAISED = object()  # in the place of a result
-COLLECTIVES = ["all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
-    "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
-    "all_to_all_single", "barrier", "monitored_barrier", "all_gather_object", "gather_object",
-    "broadcast_object_list", "scatter_object_list"]
-TO_ONE = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list",
-    "recv_object_list"]
+COLLECTIVES = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+]
+TO_ONE = [
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+]
 now = time.monotonic  # one clock for all processes of a machine
 here = threading.local()  # what this thread is in
 torch = dist = me = None
@@ -64,10 +86,18 @@ def looked(i):
 
 def readable(tensor, i=10**9):
     """Whether a tensor may be read in step i: it is whole, and no GPU must be waited for."""
-    return (type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        and not torch._C._len_torch_dispatch_stack() and not tensor.is_quantized and
-        (tensor.device.type == "cpu" or i < FIRST and tensor.device.type != "meta" and
-        not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())))
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not torch._C._len_torch_dispatch_stack()
+        and not tensor.is_quantized
+        and (
+            tensor.device.type == "cpu"
+            or i < FIRST
+            and tensor.device.type != "meta"
+            and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+    )
 
 
 def sample(tensor, most):
@@ -138,8 +168,12 @@ def parameters_of(optimizer):
 
 
 def rates(optimizer):
-    return [float(rate) for group in optimizer.param_groups for rate in [group.get("lr")] if rate is
-        not None and (not torch.is_tensor(rate) or readable(rate))]
+    return [
+        float(rate)
+        for group in optimizer.param_groups
+        for rate in [group.get("lr")]
+        if rate is not None and (not torch.is_tensor(rate) or readable(rate))
+    ]
 
 
 def data_in(dataset):
@@ -148,10 +182,15 @@ def data_in(dataset):
     for name, value in list(getattr(dataset, "__dict__", {}).items())[:50]:
         if isinstance(value, (torch.Tensor, tuple)):
             said[name] = [bits(t, 4096) for t in tensors_in(value) if readable(t)]
-        elif isinstance(value, (list, dict)) and value and isinstance(next(iter(value)), (str,
-                tuple)):
-            items = [os.path.basename(str(item[0] if isinstance(item, tuple) and item else item))
-                for item in list(value)[:5000]]
+        elif (
+            isinstance(value, (list, dict))
+            and value
+            and isinstance(next(iter(value)), (str, tuple))
+        ):
+            items = [
+                os.path.basename(str(item[0] if isinstance(item, tuple) and item else item))
+                for item in list(value)[:5000]
+            ]
             said[name] = [zlib.crc32(str(order).encode()) for order in (items, sorted(items))]
     inner = getattr(dataset, "dataset", None)
     return said if inner is None or inner is dataset else [said, data_in(inner)]
@@ -218,7 +257,8 @@ class Me:
         self.phase = self.backwards = self.batches = self.forwards = self.small = self.open = 0
         self.counts, self.spans, self.main, self.idle = {}, [], None, 0
         self.optimizers, self.wrappers, self.passes, self.loaders, self.scalers, self.made = (
-            weakref.WeakKeyDictionary() for _ in range(6))
+            weakref.WeakKeyDictionary() for _ in range(6)
+        )
         self.parameters, self.states, self.groups, self.recent = {}, {}, {}, {}
         self.timed = True  # whether the parts of this step are noted
         self.called = set()  # DDP objects, since the last step
@@ -293,11 +333,21 @@ class Me:
         self.begin()
         env, self.groups, self.phase = os.environ, {}, 0
         self.counts = {k: n for k, n in self.counts.items() if not k.startswith("in ")}  # calls
-        self.note("joined", rank=dist.get_rank(), world=dist.get_world_size(), pid=os.getpid(),
-            host=os.uname().nodename, attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            local=env.get("LOCAL_WORLD_SIZE"), cores=len(os.sched_getaffinity(0)), debug=[f"{n}={v}"
-            for n, v in (("CUDA_LAUNCH_BLOCKING", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
-            if env.get(n) == v])
+        self.note(
+            "joined",
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            pid=os.getpid(),
+            host=os.uname().nodename,
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            local=env.get("LOCAL_WORLD_SIZE"),
+            cores=len(os.sched_getaffinity(0)),
+            debug=[
+                f"{n}={v}"
+                for n, v in (("CUDA_LAUNCH_BLOCKING", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+                if env.get(n) == v
+            ],
+        )
 
     def left(self, args, kwargs):
         if not args and not kwargs.get("group"):
@@ -317,8 +367,9 @@ class Me:
     def group_of(self, args, kwargs):
         """The ranks of the group of a call, as a text; "" for the default group. (A thread may call
         another group of all ranks meanwhile.)"""
-        group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)),
-            None)
+        group = kwargs.get("group") or next(
+            (a for a in args if isinstance(a, dist.ProcessGroup)), None
+        )
         if group is None:
             return ""
         if (name := group.group_name) not in self.groups:
@@ -328,10 +379,18 @@ class Me:
 
     def enter_call(self, name, args, kwargs):
         group, what = self.group_of(args, kwargs), {"name": name, "at": where()}
-        if name == "all_reduce" and args and sys.getrefcount(args[0]) == 2 and (  # args' own
-                not kwargs.get("async_op") and readable(args[0], self.steps())):
-            users = [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (args[0],
-                torch.empty(1, device="cpu"))]  # of its memory, and of one that nobody else has
+        if (
+            name == "all_reduce"
+            and args
+            and sys.getrefcount(args[0]) == 2
+            and (  # args' own
+                not kwargs.get("async_op") and readable(args[0], self.steps())
+            )
+        ):
+            users = [
+                torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+                for t in (args[0], torch.empty(1, device="cpu"))
+            ]  # of its memory, and of one that nobody else has
             what |= {"lost": bits(args[0])} if users[0] == users[1] else {}
         tensors = [*tensors_in([*args[:2], *kwargs.values()])]
         i = self.count(f"in {group}")
@@ -340,8 +399,10 @@ class Me:
             what.update(dtype=str(first.dtype)[6:], n=first.numel())
             self.small += first.numel() <= 16
             if name == "all_reduce" and self.sync and self.steps() < 30:
-                what["grad"] = any((p := ref()) is not None and p.grad is first for ref,
-                    *_ in self.parameters.values())
+                what["grad"] = any(
+                    (p := ref()) is not None and p.grad is first
+                    for ref, *_ in self.parameters.values()
+                )
             if name == "all_gather" and first.numel() and isinstance(args[0], list):
                 what["one"] = len({t.data_ptr() for t in args[0]}) < len(args[0])
         self.stand(name, what["at"], i, group)
@@ -358,26 +419,41 @@ class Me:
 
     def wrapped(self, _, result, args, kwargs):
         ddp, number = args[0], self.count("ddp")
-        named = [(name, p) for name, p in ddp.module.named_parameters()
-            if name not in ddp.parameters_to_ignore]
+        named = [
+            (name, p)
+            for name, p in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        ]
         kinds = [(type(m).__name__, getattr(m, "p", 0)) for m in ddp.module.modules()]
         for name, p in named:
             self.parameters[id(p)] = weakref.ref(p), number, name, p.requires_grad
             if p.requires_grad and readable(p, 0):
                 node_of(p).metadata["check_training"] = True
         self.wrappers[ddp] = number, {*ddp.state_dict()}
-        self.note("ddp", number=number, names=[name for name, _ in named], at=where(), frozen=[name
-            for name, p in named if not p.requires_grad], group=sorted(dist.get_process_group_ranks(
-            ddp.process_group)), buffers=len([*ddp.module.buffers()]) * ddp.broadcast_buffers,
-            draws=any("Dropout" in kind and p for kind, p in kinds), norm=any(kind.startswith(
-            "BatchNorm") for kind, _ in kinds))
+        self.note(
+            "ddp",
+            number=number,
+            names=[name for name, _ in named],
+            at=where(),
+            frozen=[name for name, p in named if not p.requires_grad],
+            group=sorted(dist.get_process_group_ranks(ddp.process_group)),
+            buffers=len([*ddp.module.buffers()]) * ddp.broadcast_buffers,
+            draws=any("Dropout" in kind and p for kind, p in kinds),
+            norm=any(kind.startswith("BatchNorm") for kind, _ in kinds),
+        )
 
     def enter_forward(self, args, kwargs):
         ddp, grad, device = args[0], torch.is_grad_enabled(), None
         number, sync = self.wrappers.get(ddp, (0,))[0], ddp.require_backward_grad_sync
         i = self.count(f"forward {number} {grad}")
-        what = {"ddp": number, "i": i, "grad": grad, "training": ddp.training, "sync": sync, "at":
-            where()}
+        what = {
+            "ddp": number,
+            "i": i,
+            "grad": grad,
+            "training": ddp.training,
+            "sync": sync,
+            "at": where(),
+        }
         if grad:
             self.forwards, self.open, self.sync = self.forwards + 1, self.open + 1, sync
             self.twice = self.twice or self.open > 1
@@ -386,8 +462,10 @@ class Me:
             self.was_training[number] = ddp.training
         if looked(i):
             found = [*tensors_in((args[1:], kwargs))]
-            what.update(rows=next((len(t) for t in found if t.dim()), None), batch=[bits(t)
-                for t in found[:3] if readable(t, i)])
+            what.update(
+                rows=next((len(t) for t in found if t.dim()), None),
+                batch=[bits(t) for t in found[:3] if readable(t, i)],
+            )
             device = next((p.device for p in ddp.module.parameters()), None)
             if grad and (device.type == "cpu" or i < FIRST):
                 what["random"] = random_state(device)
@@ -446,9 +524,20 @@ class Me:
             inner = inner or f"distributed{os.sep}optim" in frame.f_code.co_filename
             frame = frame.f_back or frame
         if not inner or ".distributed.optim" in type(args[0]).__module__:
-            self.optimizers[args[0]] = {"key": str(self.site("o")), "at": where(), "i": 0, "dirty":
-                False, "watch": None, "bits": 0, "open": 0, "late": 0, "listed": None, "backs": 0,
-                "forwards": 0, "small": 0}
+            self.optimizers[args[0]] = {
+                "key": str(self.site("o")),
+                "at": where(),
+                "i": 0,
+                "dirty": False,
+                "watch": None,
+                "bits": 0,
+                "open": 0,
+                "late": 0,
+                "listed": None,
+                "backs": 0,
+                "forwards": 0,
+                "small": 0,
+            }
 
     def describe(self, optimizer, known, params):
         """Note the parameters of an optimizer, by DDP's names where they are DDP's."""
@@ -456,21 +545,36 @@ class Me:
         if {type(p) for p in params} - {torch.nn.Parameter, torch.Tensor}:
             self.has("shards")
         its = [self.parameters.get(id(p), (lambda: None, None, None)) for p in params]
-        self.note("optimizer", o=known["key"], at=known["at"], type=type(optimizer).__name__,
+        self.note(
+            "optimizer",
+            o=known["key"],
+            at=known["at"],
+            type=type(optimizer).__name__,
             names=[i[1:3] if i[0]() is p else None for i, p in zip(its, params, strict=True)],
-            shapes=[list(p.shape) for p in params], threads=torch.get_num_threads(), ids=zlib.crc32(
-            str([*map(id, params)]).encode()), device=params[0].device.type, keeps=any(g.get(
-            "momentum") or "betas" in g for g in optimizer.param_groups),
-            anomaly=torch.is_anomaly_enabled(), double=torch.get_default_dtype() != torch.float64
-            and any(p.dtype == torch.float64 for p in params))
+            shapes=[list(p.shape) for p in params],
+            threads=torch.get_num_threads(),
+            ids=zlib.crc32(str([*map(id, params)]).encode()),
+            device=params[0].device.type,
+            keeps=any(g.get("momentum") or "betas" in g for g in optimizer.param_groups),
+            anomaly=torch.is_anomaly_enabled(),
+            double=torch.get_default_dtype() != torch.float64
+            and any(p.dtype == torch.float64 for p in params),
+        )
 
     def buffers(self, i):
         """Note the buffers of DDP's modules that are not BatchNorm's."""
         for ddp, (number, _) in list(self.wrappers.items()):
-            norms = {id(b) for m in ddp.module.modules() if hasattr(m, "num_batches_tracked")
-                for b in m.buffers()}
-            own = {name: bits(b) for name, b in list(ddp.module.named_buffers())[:1000]
-                if id(b) not in norms and readable(b, i)}
+            norms = {
+                id(b)
+                for m in ddp.module.modules()
+                if hasattr(m, "num_batches_tracked")
+                for b in m.buffers()
+            }
+            own = {
+                name: bits(b)
+                for name, b in list(ddp.module.named_buffers())[:1000]
+                if id(b) not in norms and readable(b, i)
+            }
             self.note("buffers", ddp=number, bits=own)
 
     def before_step(self, optimizer):
@@ -490,20 +594,49 @@ class Me:
                 self.buffers(i)
             if known["backs"] == self.backwards:  # gradients by hand, or within step()
                 known["dirty"] = False
-            mine = [(name, p) for p in params for ref, _, name, grad in [self.parameters.get(id(p),
-                (None, 0, "", False))] if grad and p.requires_grad and readable(p, 0)]
+            mine = [
+                (name, p)
+                for p in params
+                for ref, _, name, grad in [self.parameters.get(id(p), (None, 0, "", False))]
+                if grad and p.requires_grad and readable(p, 0)
+            ]
             owned = {id(p) for each in list(self.optimizers) for p in parameters_of(each)}
-            free = [name for key, (ref, number, name, _) in self.parameters.items()
-                if key not in owned and number in self.called and (p := ref()) is not None and
-                p.grad is not None and p.requires_grad]
-            self.note("step", o=known["key"], i=i, at=where(), g=prints([p.grad for p in params],
-                i), v=prints(params, i), none=sum(p.grad is None for p in params), free=free[:20],
-                rate=rates(optimizer), stale=known["dirty"], late=known["late"], twice=self.twice,
-                backs=self.backwards - known["backs"], sync=self.sync, line=self.line,
-                forwards=self.forwards - known["forwards"], small=self.small - known["small"],
-                batches=batches, state=len(optimizer.state), cut=[name for name, p in mine[:1] +
-                mine[-1:] if "check_training" not in node_of(p).metadata], scale=[s.get_scale()
-                for s in self.scalers if s.is_enabled() and i < FIRST])
+            free = [
+                name
+                for key, (ref, number, name, _) in self.parameters.items()
+                if key not in owned
+                and number in self.called
+                and (p := ref()) is not None
+                and p.grad is not None
+                and p.requires_grad
+            ]
+            self.note(
+                "step",
+                o=known["key"],
+                i=i,
+                at=where(),
+                g=prints([p.grad for p in params], i),
+                v=prints(params, i),
+                none=sum(p.grad is None for p in params),
+                free=free[:20],
+                rate=rates(optimizer),
+                stale=known["dirty"],
+                late=known["late"],
+                twice=self.twice,
+                backs=self.backwards - known["backs"],
+                sync=self.sync,
+                line=self.line,
+                forwards=self.forwards - known["forwards"],
+                small=self.small - known["small"],
+                batches=batches,
+                state=len(optimizer.state),
+                cut=[
+                    name
+                    for name, p in mine[:1] + mine[-1:]
+                    if "check_training" not in node_of(p).metadata
+                ],
+                scale=[s.get_scale() for s in self.scalers if s.is_enabled() and i < FIRST],
+            )
         known["start"] = now()
 
     def after_step(self, optimizer):
@@ -513,14 +646,18 @@ class Me:
         i = known["i"]
         self.span("o", known.pop("start"), end)
         if looked(i + 1):
-            grads = [(p.grad.numel(), j, p) for j, p in enumerate(parameters_of(optimizer))
-                if p.grad is not None and readable(p.grad, i)]
+            grads = [
+                (p.grad.numel(), j, p)
+                for j, p in enumerate(parameters_of(optimizer))
+                if p.grad is not None and readable(p.grad, i)
+            ]
             if grads:
                 known["watch"] = weakref.ref(min(grads)[2])
                 known["bits"] = self.watched(known, i)
             known["dirty"] = bool(grads and known["bits"])
-        known.update(i=i + 1, backs=self.backwards, forwards=self.forwards, small=self.small,
-            open=0, late=0)
+        known.update(
+            i=i + 1, backs=self.backwards, forwards=self.forwards, small=self.small, open=0, late=0
+        )
         self.twice, self.open, self.called = False, 0, set()
         if known["key"] == self.main:
             if self.timed:
@@ -531,27 +668,48 @@ class Me:
     def cleared(self, _, result, args, kwargs):
         """zero_grad of an optimizer, or of a module, which may be another one's."""
         for optimizer, known in self.optimizers.items():
-            if optimizer is args[0] or not hasattr(args[0], "param_groups") and (
-                    known["watch"] is None or not self.watched(known, known["i"])):
+            if (
+                optimizer is args[0]
+                or not hasattr(args[0], "param_groups")
+                and (known["watch"] is None or not self.watched(known, known["i"]))
+            ):
                 if known["open"]:
                     known["late"] = known["open"]
                     if optimizer is args[0] and self.count("thrown") < 500:
-                        self.note("thrown", o=known["key"], backs=known["open"], at=where(),
-                            i=known["i"])
+                        self.note(
+                            "thrown", o=known["key"], backs=known["open"], at=where(), i=known["i"]
+                        )
                 known["dirty"], known["open"] = False, 0
 
     def clipped(self, _, result, args, kwargs):
         i, given = self.count("clip"), args[0] if args else kwargs["parameters"]
         if looked(i):  # a generator has been read by now: its frame is gone
-            ids = None if hasattr(given, "gi_frame") else {id(p) for p in tensors_in([*given] if (
-                not torch.is_tensor(given)) else given)}
-            owners = [o for o in self.optimizers if ids is None or ids & {id(p)
-                for p in parameters_of(o)}]
-            self.note("clip", i=i, at=where(), owned=bool(owners), scaled=any("UNSCALED" not in str(
-                s._per_optimizer_states[id(o)]["stage"]) for s, used in self.scalers.items() for o
-                in owners if used), n=len(ids) if ids is not None else int(not readable(result, i)
-                or float(result) != 0), norm=float(result) if torch.is_tensor(result) and readable(
-                result, i) else None)
+            ids = (
+                None
+                if hasattr(given, "gi_frame")
+                else {
+                    id(p) for p in tensors_in([*given] if (not torch.is_tensor(given)) else given)
+                }
+            )
+            owners = [
+                o for o in self.optimizers if ids is None or ids & {id(p) for p in parameters_of(o)}
+            ]
+            self.note(
+                "clip",
+                i=i,
+                at=where(),
+                owned=bool(owners),
+                scaled=any(
+                    "UNSCALED" not in str(s._per_optimizer_states[id(o)]["stage"])
+                    for s, used in self.scalers.items()
+                    for o in owners
+                    if used
+                ),
+                n=len(ids)
+                if ids is not None
+                else int(not readable(result, i) or float(result) != 0),
+                norm=float(result) if torch.is_tensor(result) and readable(result, i) else None,
+            )
 
     def scaled(self, _, result, args, kwargs):
         self.scalers[args[0]] = args[0].is_enabled()
@@ -579,28 +737,69 @@ class Me:
         self.end_pass(self.recent.get(key), False)
         self.after_pass()
         length, share = size_of(loader.dataset), size_of(sampler)
-        known = self.passes[iterator] = self.recent[key] = {"key": key, "number": number,
-            "p": self.count("pass"), "drawn": 0, "order": 0, "sum": 0, "rising": True, "sketch": [],
-            "every": max(1, (length or 0) // 2000), "count": 0, "rows": 0, "crcs": [], "content":
-            0.0, "backs": self.backwards, "over": False, "grad": False, "modes": self.modes()}
+        known = self.passes[iterator] = self.recent[key] = {
+            "key": key,
+            "number": number,
+            "p": self.count("pass"),
+            "drawn": 0,
+            "order": 0,
+            "sum": 0,
+            "rising": True,
+            "sketch": [],
+            "every": max(1, (length or 0) // 2000),
+            "count": 0,
+            "rows": 0,
+            "crcs": [],
+            "content": 0.0,
+            "backs": self.backwards,
+            "over": False,
+            "grad": False,
+            "modes": self.modes(),
+        }
         iterator._sampler_iter = Indices(iterator._sampler_iter, known)
-        self.note("pass", p=known["p"], key=key, number=number, at=where(), length=length,
-            share=share, loader=self.loaders.setdefault(loader, len(self.loaders)), batches=size_of(
-            loader), sampler=type(sampler).__name__, workers=loader.num_workers, every=known[
-            "every"], drop=any(getattr(s, "drop_last", None) is True for s in (*chain, loader)),
-            iterable=iterator._dataset_kind == 1, data=data_in(loader.dataset) if number < 2 else 0,
-            id=id(sampler), **{name: value for name in ("num_replicas", "rank", "epoch", "shuffle",
-            "total_size") if isinstance(value := getattr(sampler, name, None), int)})
+        self.note(
+            "pass",
+            p=known["p"],
+            key=key,
+            number=number,
+            at=where(),
+            length=length,
+            share=share,
+            loader=self.loaders.setdefault(loader, len(self.loaders)),
+            batches=size_of(loader),
+            sampler=type(sampler).__name__,
+            workers=loader.num_workers,
+            every=known["every"],
+            drop=any(getattr(s, "drop_last", None) is True for s in (*chain, loader)),
+            iterable=iterator._dataset_kind == 1,
+            data=data_in(loader.dataset) if number < 2 else 0,
+            id=id(sampler),
+            **{
+                name: value
+                for name in ("num_replicas", "rank", "epoch", "shuffle", "total_size")
+                if isinstance(value := getattr(sampler, name, None), int)
+            },
+        )
 
     def modes(self):
         """[training?, BatchNorm's values, how often they have moved] of each DDP's module."""
         out, i = [], self.steps()
         for ddp in list(self.wrappers):
-            norms = [m for m in ddp.module.modules() if hasattr(m, "num_batches_tracked") and
-                m.running_mean is not None and readable(m.running_mean, i) and
-                type(m).__name__ != "SyncBatchNorm"]
-            out.append([ddp.module.training, [bits(m.running_mean) for m in norms[:20]], int(norms[
-                0].num_batches_tracked) if norms else 0])
+            norms = [
+                m
+                for m in ddp.module.modules()
+                if hasattr(m, "num_batches_tracked")
+                and m.running_mean is not None
+                and readable(m.running_mean, i)
+                and type(m).__name__ != "SyncBatchNorm"
+            ]
+            out.append(
+                [
+                    ddp.module.training,
+                    [bits(m.running_mean) for m in norms[:20]],
+                    int(norms[0].num_batches_tracked) if norms else 0,
+                ]
+            )
         return out
 
     def begin_batch(self, args, kwargs):
@@ -629,9 +828,27 @@ class Me:
                 self.so_far(known)
 
     def so_far(self, known, **more):
-        self.note("passed", backs=self.backwards - known["backs"], **more, **{k: known[k] for k in (
-            "p", "count", "rows", "drawn", "order", "sum", "sketch", "rising", "content", "crcs",
-            "grad")})
+        self.note(
+            "passed",
+            backs=self.backwards - known["backs"],
+            **more,
+            **{
+                k: known[k]
+                for k in (
+                    "p",
+                    "count",
+                    "rows",
+                    "drawn",
+                    "order",
+                    "sum",
+                    "sketch",
+                    "rising",
+                    "content",
+                    "crcs",
+                    "grad",
+                )
+            },
+        )
 
     def after_pass(self):
         """Backward passes since the last pass ended that no other loader fed: by list(loader)."""
@@ -646,11 +863,26 @@ class Me:
             self.so_far(known, done=done, over=True, modes=[known["modes"], self.modes()])
             for thing, (kind, at) in list(self.made.items()):
                 count = getattr(thing, "n_averaged", None)
-                self.note(kind, id=id(thing), at=at, type=type(thing).__name__, steps=self.steps(),
-                    n=int(count) if torch.is_tensor(count) and readable(count) else getattr(thing,
-                    "_step_count", None), last=getattr(thing, "last_epoch", 0), total=next((getattr(
-                    thing, n) for n in ("total_steps", "T_max", "total_iters") if hasattr(thing,
-                    n)), None), of=[id(s) for s in getattr(thing, "_schedulers", ())])
+                self.note(
+                    kind,
+                    id=id(thing),
+                    at=at,
+                    type=type(thing).__name__,
+                    steps=self.steps(),
+                    n=int(count)
+                    if torch.is_tensor(count) and readable(count)
+                    else getattr(thing, "_step_count", None),
+                    last=getattr(thing, "last_epoch", 0),
+                    total=next(
+                        (
+                            getattr(thing, n)
+                            for n in ("total_steps", "T_max", "total_iters")
+                            if hasattr(thing, n)
+                        ),
+                        None,
+                    ),
+                    of=[id(s) for s in getattr(thing, "_schedulers", ())],
+                )
 
     def made_one(self, kind, _, result, args, kwargs):
         self.made[args[0]] = kind, where()
@@ -658,8 +890,11 @@ class Me:
     def stepped(self, _, result, args, kwargs):
         self.count("scheduled")
         value = args[1] if len(args) > 1 else kwargs.get("metrics")
-        if hasattr(args[0], "num_bad_epochs") and self.count("plateau") < 300 and (not
-                torch.is_tensor(value) or readable(value, self.steps())):
+        if (
+            hasattr(args[0], "num_bad_epochs")
+            and self.count("plateau") < 300
+            and (not torch.is_tensor(value) or readable(value, self.steps()))
+        ):
             self.note("plateau", at=where(), value=float(value))
 
     def chosen(self, _, result, args, kwargs):
@@ -667,9 +902,16 @@ class Me:
         length, indices = size_of(args[0].dataset) or 0, args[0].indices
         if size_of(indices) and self.count("subset") < 100:
             listed = [int(i) for i in indices]
-            self.note("subset", key=str(self.site("u")), at=where(), n=len(listed), of=length,
-                order=hash(tuple(listed)), data=data_in(args[0].dataset), sketch=[i for i in listed
-                if i % max(1, length // 2000) == 0][:3000])
+            self.note(
+                "subset",
+                key=str(self.site("u")),
+                at=where(),
+                n=len(listed),
+                of=length,
+                order=hash(tuple(listed)),
+                data=data_in(args[0].dataset),
+                sketch=[i for i in listed if i % max(1, length // 2000) == 0][:3000],
+            )
 
     def set_epoch(self, args, kwargs):
         if self.count("epoch set") < 300:
@@ -684,17 +926,34 @@ class Me:
     def saved(self, value, result, args, kwargs):
         content, keys = args[0], {*keys_in(args[0])}
         self.span("s", value["start"], now())
-        self.note("save", path=path_of(args[1] if len(args) > 1 else kwargs.get("f")),
-            phase=self.phase, old=max(map(self.outdated, [content, *(content.values() if isinstance(
-            content, dict) else ())])), optimizer={"param_groups", "state"} <= keys,
-            wrapper="n_averaged" not in keys and any(names <= keys for _,
-            names in self.wrappers.values()), **value, steps=self.steps())
+        self.note(
+            "save",
+            path=path_of(args[1] if len(args) > 1 else kwargs.get("f")),
+            phase=self.phase,
+            old=max(
+                map(
+                    self.outdated,
+                    [content, *(content.values() if isinstance(content, dict) else ())],
+                )
+            ),
+            optimizer={"param_groups", "state"} <= keys,
+            wrapper="n_averaged" not in keys
+            and any(names <= keys for _, names in self.wrappers.values()),
+            **value,
+            steps=self.steps(),
+        )
         self.stand("")
 
     def loaded(self, value, result, args, kwargs):
         keys = {*keys_in(None if result is RAISED else result)}
-        self.note("load", path=path_of(args[0] if args else kwargs.get("f")), phase=self.phase,
-            optimizer={"param_groups", "state"} <= keys, steps=self.steps(), **value)
+        self.note(
+            "load",
+            path=path_of(args[0] if args else kwargs.get("f")),
+            phase=self.phase,
+            optimizer={"param_groups", "state"} <= keys,
+            steps=self.steps(),
+            **value,
+        )
         self.stand("")
 
     def moved(self, _, result, args, kwargs):
@@ -706,14 +965,21 @@ class Me:
         if len(self.states) > 200:
             self.states = {k: v for k, v in self.states.items() if v[0]() is not None}
         for first in [*tensors_in(result)][:1]:
-            self.states[id(result)] = (weakref.ref(result), self.steps(), first.data_ptr(),
-                weakref.ref(args[0]))
+            self.states[id(result)] = (
+                weakref.ref(result),
+                self.steps(),
+                first.data_ptr(),
+                weakref.ref(args[0]),
+            )
 
     def outdated(self, state):
         """By how many steps a state_dict(), which shares its memory with the model, is older."""
         made, steps, first, module = self.states.get(id(state), (lambda: None, 0, 0, lambda: None))
-        if made() is state is not None and (module := module()) is not None and first in {
-                p.data_ptr() for p in module.parameters()}:
+        if (
+            made() is state is not None
+            and (module := module()) is not None
+            and first in {p.data_ptr() for p in module.parameters()}
+        ):
             return self.steps() - steps
         return 0
 
@@ -721,16 +987,35 @@ class Me:
         module, given = args[0], args[1] if len(args) > 1 else kwargs.get("state_dict", {})
         if self.count("took") < 100:
             own = {*module.state_dict()}
-            self.note("took", at=where(), n=len(given), fit=len(own & {*given}), steps=self.steps(),
-                old=self.outdated(given), ddp=any(module in (ddp, ddp.module)
-                for ddp in list(self.wrappers)), prefix=next((p for p in ("module.", "_orig_mod.",
-                "model.") if own & {k.removeprefix(p) for k in given} or own & {p + k
-                for k in given}), ""))
+            self.note(
+                "took",
+                at=where(),
+                n=len(given),
+                fit=len(own & {*given}),
+                steps=self.steps(),
+                old=self.outdated(given),
+                ddp=any(module in (ddp, ddp.module) for ddp in list(self.wrappers)),
+                prefix=next(
+                    (
+                        p
+                        for p in ("module.", "_orig_mod.", "model.")
+                        if own & {k.removeprefix(p) for k in given} or own & {p + k for k in given}
+                    ),
+                    "",
+                ),
+            )
 
     def resumed(self, _, result, args, kwargs):
         if (known := self.optimizers.get(args[0])) is not None:
-            self.note("resumed", o=known["key"], at=where(), state=len(args[0].state), i=known["i"],
-                rate=rates(args[0]), scheduled=self.counts.get("scheduled", 0))
+            self.note(
+                "resumed",
+                o=known["key"],
+                at=where(),
+                state=len(args[0].state),
+                i=known["i"],
+                rate=rates(args[0]),
+                scheduled=self.counts.get("scheduled", 0),
+            )
 
 
 def begin_anew():
@@ -743,6 +1028,7 @@ def install():
     global torch, dist
     import torch
     import torch.distributed as dist
+
     if not dist.is_available():
         return
     from torch.distributed import distributed_c10d as c10d
@@ -751,6 +1037,7 @@ def install():
     from torch.nn.utils import clip_grad
     from torch.optim import lr_scheduler, optimizer, swa_utils
     from torch.utils.data import dataloader, dataset, distributed
+
     os.register_at_fork(after_in_child=begin_anew)
     join = c10d.init_process_group
 
@@ -760,6 +1047,7 @@ def install():
         me.live = not os.path.exists(f"{FOLDER}/{os.getpid()}.failed")
         me.safely("joined", None, result, args, kwargs)
         return result
+
     c10d.init_process_group = dist.init_process_group = init_process_group
     wrap(c10d, "destroy_process_group", "left", also=[dist])
     for name in COLLECTIVES:
@@ -811,6 +1099,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         def then_install(module):
             execute(module)
             me.safely("install")
+
         spec.loader.exec_module = then_install
         return spec
 

@@ -62,10 +62,13 @@ LAUNCHERS = re.compile(
     r"[IWEF]\d{4} [\d:.]+ \d+ \S*(torch/|elastic/|api\.py|run\.py|launch\.py)|[=*-]{20,}|"
     r"\S+ FAILED$|(Root Cause|Failures).*:$|<NO_OTHER_FAILURES>|\[\d+\]:$| +(time|host|rank|"
     r"exitcode|error_file|traceback) *: |torch\.distributed\.elastic\.|"
-    r"torch\.multiprocessing\.spawn\.ProcessRaisedException|-- Process \d+ terminated")
+    r"torch\.multiprocessing\.spawn\.ProcessRaisedException|-- Process \d+ terminated"
+)
 # A rank that says so has been left by another one, which had the error.
-CONSEQUENCE = re.compile(r"(?i)connection (closed|reset|refused)|broken pipe|timed? ?out|"
-                         r"Dist(Backend|Network|Store)Error|KeyboardInterrupt|SignalException")
+CONSEQUENCE = re.compile(
+    r"(?i)connection (closed|reset|refused)|broken pipe|timed? ?out|"
+    r"Dist(Backend|Network|Store)Error|KeyboardInterrupt|SignalException"
+)
 
 
 class Line(NamedTuple):
@@ -285,13 +288,25 @@ def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", t
             except OSError:
                 terminal, out = os.pipe()  # no terminal is left: then as it comes
             pipe, err = os.pipe()
-            ends, streams = [out, err], {
-                terminal: ("stdout", bytearray()), pipe: ("stderr", bytearray())}
+            ends, streams = (
+                [out, err],
+                {terminal: ("stdout", bytearray()), pipe: ("stderr", bytearray())},
+            )
             names = {os.readlink(f"/proc/self/fd/{end}") for end in ends}
-            before = {(int(pid), stat[2]) for pid in filter(str.isdigit, os.listdir("/proc"))
-                      if (stat := _stat(pid)) and stat[1] == os.getpid()}
-            process = subprocess.Popen(command, cwd=cwd, env=env, stdin=stdin, stdout=out,
-                                       stderr=err, start_new_session=True)
+            before = {
+                (int(pid), stat[2])
+                for pid in filter(str.isdigit, os.listdir("/proc"))
+                if (stat := _stat(pid)) and stat[1] == os.getpid()
+            }
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
             running = Command(process, folder, streams, before, names)
             _running.append(running)
             return running
@@ -312,6 +327,7 @@ def cleaning_up(*folders):
     128 + the signal's number. From then on they are ignored: a second one cuts no cleaning short.
     folders: a list may be given, which grows later.
     """
+
     def leave(number, _):
         for other in old:
             signal.signal(other, _ignore)
@@ -320,8 +336,11 @@ def cleaning_up(*folders):
             raise SystemExit(128 + number)
 
     # nohup has SIGHUP ignored: so it stays.
-    old = {number: signal.signal(number, leave) for number in SIGNALS
-           if signal.getsignal(number) is not signal.SIG_IGN}
+    old = {
+        number: signal.signal(number, leave)
+        for number in SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:

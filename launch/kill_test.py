@@ -107,9 +107,12 @@ def test(args):
             shutil.rmtree(run.folder)
     if any(run.failure.startswith("not equal") for run in runs):
         again = play(args, f"{base}/undisturbed_again", limit=args.round_limit)
-        say("note: two undisturbed runs differ, too. First seed all that is random"
-            if again.failure or difference(args, reference, again) else "note: one more undisturbed"
-            " run was equal (as it may be, if the script differs by itself now and then)")
+        say(
+            "note: two undisturbed runs differ, too. First seed all that is random"
+            if again.failure or difference(args, reference, again)
+            else "note: one more undisturbed"
+            " run was equal (as it may be, if the script differs by itself now and then)"
+        )
     say("\n".join(summary(args, runs, reference)))
     if base not in args.folders:
         say(f"kept: {base}")
@@ -204,8 +207,10 @@ def play(args, folder, plan=(), reference=None, limit=math.inf, starts=1):
             silence = run.seconds - run.spoke
             if silence > max(SILENCE, reference.seconds if reference else 0) and not run.silent:
                 run.silent = True
-                say(f"{run.seconds:7.1f} s  nothing was printed for {silence:.0f} s, since:"
-                    f" {clip(run.last) or 'the start'}")
+                say(
+                    f"{run.seconds:7.1f} s  nothing was printed for {silence:.0f} s, since:"
+                    f" {clip(run.last) or 'the start'}"
+                )
             if run.seconds > limit:
                 run.failure = run.failure or f"hung: no end in {limit:.0f} s"
             if ended and not lines:
@@ -237,8 +242,10 @@ def play_round(args, number, folder, reference):
                 judge(args, run, reference)
             return run
         part = 0.7 * min(part, run.seconds / reference.seconds)  # each time earlier
-    run.failure = ("it ended before the first kill, each time: did the undisturbed run take longer,"
-                   " or leave a snapshot outside its folder, from which all rounds go on?")
+    run.failure = (
+        "it ended before the first kill, each time: did the undisturbed run take longer,"
+        " or leave a snapshot outside its folder, from which all rounds go on?"
+    )
     return run
 
 
@@ -274,7 +281,8 @@ def is_time(run, kill):
         return run.seconds >= run.kills[-1].seconds + kill.soon
     times = [0, *run.marks.values()]
     return kill.marks < len(times) and (
-        kill.marks + 1 < len(times) or run.seconds >= times[kill.marks] + kill.seconds)
+        kill.marks + 1 < len(times) or run.seconds >= times[kill.marks] + kill.seconds
+    )
 
 
 # ---- What it prints ----
@@ -338,6 +346,7 @@ def roles_of(args, processes, command, run):
 
     Shells around the launcher or a rank are no victims of their own, and noted.
     """
+
     def given(pid):  # has the launcher given it this RANK?
         parent = processes.get(processes[pid].parent)
         return processes[pid].rank and processes[pid].rank != getattr(parent, "rank", None)
@@ -391,14 +400,18 @@ def watch(args, run, processes, roles, errors):
             if times >= 4 and not run.failure:
                 run.failure = (
                     f"what the killed {kill.name} had started went on without it for more than"
-                    f" {args.orphans} s: {names({pid: processes[pid]})}")
+                    f" {args.orphans} s: {names({pid: processes[pid]})}"
+                )
     run.ranks |= ranks
 
 
 def written(pid, folder):
     """Return how many bytes a process has written, and whether it has a file in memory (mmap)."""
-    with (contextlib.suppress(OSError), open(f"/proc/{pid}/io") as io,
-          open(f"/proc/{pid}/maps") as maps):
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/io") as io,
+        open(f"/proc/{pid}/maps") as maps,
+    ):
         size = int(re.search(r"wchar: (\d+)", io.read())[1])
         return size, re.search(f" rw-s .*{folder}/", maps.read()) is not None
     return 0, False
@@ -431,9 +444,12 @@ def has_saved(args, folder):
     """Return whether the command has left something: one of --file, or any file with content."""
     work = pathlib.Path(folder, "work")
     with contextlib.suppress(OSError):  # a file has just been moved
-        return any(path.is_file() and path.stat().st_size for path in work.rglob("*")
-                   if (name := str(path.relative_to(work))) not in args.copies
-                   and (not args.file or name in args.file))
+        return any(
+            path.is_file() and path.stat().st_size
+            for path in work.rglob("*")
+            if (name := str(path.relative_to(work))) not in args.copies
+            and (not args.file or name in args.file)
+        )
     return False
 
 
@@ -443,9 +459,11 @@ def has_saved(args, folder):
 def result_of_reference(args, run):
     """Return what all rounds must end with, in words. Stop if there is nothing to compare."""
     if run.failure:
-        stop(f"the command fails undisturbed ({run.failure}). It printed:"
-             f" {clip(run.error or 'nothing', 200)}. (It runs in a new folder: give data by"
-             " absolute paths)")
+        stop(
+            f"the command fails undisturbed ({run.failure}). It printed:"
+            f" {clip(run.error or 'nothing', 200)}. (It runs in a new folder: give data by"
+            " absolute paths)"
+        )
     whole = Counter()  # one rank after the other, perhaps
     for (kind, _), (first, last) in run.lives.items():
         whole[kind] += last - first + PAUSE
@@ -453,8 +471,10 @@ def result_of_reference(args, run):
             spans = run.seen.get(kind, (first, last))
             run.seen[kind] = min(spans[0], first), max(spans[1], last)
     if not set(args.victims) & run.seen.keys():
-        stop(f"none of --victims {' '.join(args.victims)} was seen, but only:"
-             f" {' '.join(run.seen) or 'nothing, as it ended at once'}")
+        stop(
+            f"none of --victims {' '.join(args.victims)} was seen, but only:"
+            f" {' '.join(run.seen) or 'nothing, as it ended at once'}"
+        )
     # Marks of the commonest kind: a script may print its epochs, and elsewhere its steps.
     kinds = Counter(kind_of(mark) for mark in run.marks).most_common(1)
     run.kind = kinds[0][0] if kinds else ()
@@ -468,20 +488,31 @@ def result_of_reference(args, run):
     finals = [final for final in run.results if final[0] >= max(end.values(), default=math.inf)]
     finals, last = finals or run.results[-1:], run.results[-max(1, len(run.ranks)) :]
     known = {words for _, words, _ in finals if run.marks}
-    finals += [final for final in last if final not in finals and final[1] not in known
-               and re.sub(r"\d", "", final[1]) == re.sub(r"\d", "", last[-1][1])]  # a faster rank's
+    finals += [
+        final
+        for final in last
+        if final not in finals
+        and final[1] not in known
+        and re.sub(r"\d", "", final[1]) == re.sub(r"\d", "", last[-1][1])
+    ]  # a faster rank's
     run.finals = defaultdict(list)
     for _, words, found in finals:
         run.finals[words].append(found)
     if args.line and not finals:
-        stop(f"it prints nothing that matches {args.line!r}: let it print a checksum of its weights"
-             " at the end, or give --line REGEX, or --file with the snapshot that it leaves")
+        stop(
+            f"it prints nothing that matches {args.line!r}: let it print a checksum of its weights"
+            " at the end, or give --line REGEX, or --file with the snapshot that it leaves"
+        )
     if wrong := [file for file in (load(run, name) for name in args.file) if isinstance(file, str)]:
-        stop(f"it {wrong[0]}: give --file as a path in the working directory, of a file that"
-             " torch.load(weights_only=True) reads, or compare a printed line by --line")
+        stop(
+            f"it {wrong[0]}: give --file as a path in the working directory, of a file that"
+            " torch.load(weights_only=True) reads, or compare a printed line by --line"
+        )
     if not run.saved:
-        stop("it leaves nothing in its working directory from which it could go on: let it save to"
-             " a relative path")
+        stop(
+            "it leaves nothing in its working directory from which it could go on: let it save to"
+            " a relative path"
+        )
     found = finals and clip(", ".join(text for *_, texts in finals for text in texts), 60)
     return " and ".join(filter(None, (found, *args.file)))
 
@@ -496,8 +527,10 @@ def judge(args, run, reference):
     places = [(at, reference.place[mark]) for at, mark in known]
     # A script that prints every ten steps from its start on prints others when it goes on.
     if numbers == sorted(numbers) and len(known) < len(run.printed):
-        places = [(at, reference.place.get(mark, bisect.bisect(
-            numbers, numbers_of(mark, sign)) - 0.5)) for at, mark in run.printed]
+        places = [
+            (at, reference.place.get(mark, bisect.bisect(numbers, numbers_of(mark, sign)) - 0.5))
+            for at, mark in run.printed
+        ]
     said = {masked(line) for _, line in reference.resumed}
     run.went_on, anew = False, None
     for number, kill in enumerate(run.kills):
@@ -506,8 +539,14 @@ def judge(args, run, reference):
             continue
         ahead = next((other for other in run.kills[number + 1 :] if other.restarted), None)
         end = ahead.at if ahead else math.inf
-        at, kill.line = next(((at, line) for at, line in run.resumed if kill.at < at <= end
-                              and masked(line) not in said), (kill.at, ""))
+        at, kill.line = next(
+            (
+                (at, line)
+                for at, line in run.resumed
+                if kill.at < at <= end and masked(line) not in said
+            ),
+            (kill.at, ""),
+        )
         after = [place for where, place in places if kill.at < where <= end]
         later = [place for where, place in places if at < where <= end]
         if kill.place is not None and later:
@@ -531,8 +570,10 @@ def judge(args, run, reference):
         run.failure = f"it began anew after {step(marks[int(anew)])}: its work was lost"
     again = max((kill.again for kill in run.kills), default=0)
     if anew is None and not (run.note or reference.cyclic) and again > max(2, len(marks) / 2):
-        run.note = (f"one kill cost {again:.0f} of {len(marks)} steps: does it go on from the"
-                    " newest of its snapshots?")
+        run.note = (
+            f"one kill cost {again:.0f} of {len(marks)} steps: does it go on from the"
+            " newest of its snapshots?"
+        )
     missed = [kill for kill in run.kills if kill.restarted or kill.kind != "worker"]
     run.proves = run.went_on or not missed
     if run.went_on or anew is not None:
@@ -555,22 +596,28 @@ def undone(run, marks, places):
     """
     marks, seconds = [*marks], [*marks.values()]
     whole = all(place == int(place) for place in places)
-    life = max((kill.until - kill.seconds for kill in run.kills if kill.kind != "launcher"),
-               default=0)
+    life = max(
+        (kill.until - kill.seconds for kill in run.kills if kill.kind != "launcher"), default=0
+    )
     life = max(life, 0)  # of others, after the one that prints may have been killed
     for one, other in itertools.pairwise(sorted({-1, *places, len(seconds)})):
         first, last = math.floor(one) + 1, math.ceil(other) - 1
         if first > last:
             continue
         # A line or two may come late; where nobody lived on, no more.
-        if (seconds[last] - seconds[first] > 3 * life + 0.2
-                or last - first >= 2 and whole and not life):
+        if (
+            seconds[last] - seconds[first] > 3 * life + 0.2
+            or last - first >= 2
+            and whole
+            and not life
+        ):
             return first, last
         if first and one == first - 1 and whole:  # a step that takes long
             begin, mark = run.marks[marks[first - 1]], marks[last + 1 : last + 2]
             end = run.marks[mark[0]] if mark else math.inf
-            kills = [max(kill.seconds, kill.until) for kill in run.kills
-                     if begin <= kill.seconds < end]
+            kills = [
+                max(kill.seconds, kill.until) for kill in run.kills if begin <= kill.seconds < end
+            ]
             need = seconds[last] - seconds[first - 1]
             if kills and need > 1 and need > 2 * (max(kills) - begin) + 0.5:
                 return first, last
@@ -591,15 +638,21 @@ def difference(args, reference, run):
         texts = [found for at, _, found in results if at > since][-len(expected) :]
         if not texts and results:
             if not any(at > since for at, *_ in run.results):
-                return ("not judged: its result came before the last kill, and not again. Print it"
-                        " also if all is done, or give --file")
+                return (
+                    "not judged: its result came before the last kill, and not again. Print it"
+                    " also if all is done, or give --file"
+                )
             texts = [found for *_, found in results][-len(expected) :]  # of a rank that lived on
         if sorted(texts) != sorted(expected):
             if not texts and run.shells and run.kills[-1].kind == "launcher":
-                return ("no result, and status 0 though the launcher was killed: does a pipeline"
-                        " hide its status? Let the shell set -o pipefail")
-            return (clip(", ".join(text for found in texts for text in found))
-                    or "it printed no result (--line)")
+                return (
+                    "no result, and status 0 though the launcher was killed: does a pipeline"
+                    " hide its status? Let the shell set -o pipefail"
+                )
+            return (
+                clip(", ".join(text for found in texts for text in found))
+                or "it printed no result (--line)"
+            )
     for name in args.file:
         if isinstance(file := load(run, name), str):
             return f"it {file}"
@@ -629,8 +682,9 @@ def load(run, name):
 def first_difference(one, other, key):
     """Return where the second value first differs from the first, and by how much, or ""."""
     if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
-        one, other = (dict(value if isinstance(value, dict) else enumerate(value))
-                      for value in (one, other))
+        one, other = (
+            dict(value if isinstance(value, dict) else enumerate(value)) for value in (one, other)
+        )
         if odd := [k for k in [*one, *other] if k not in one or k not in other]:
             return f"{key}[{odd[0]!r}] is {'missing' if odd[0] in one else 'new'}"
         differences = (first_difference(one[k], other[k], f"{key}[{k!r}]") for k in one)
@@ -659,16 +713,22 @@ def about_reference(args, reference):
     if re.search(r"Error\b", reference.error):
         yield f"the undisturbed run ended well, but printed {clip(reference.error, 100)}"
     for where, shell in reference.shells.items():
-        yield (f"{where} stands {clip(shell)}: a signal, or a kill, ends that one alone. Let it end"
-               " in: exec ...")
+        yield (
+            f"{where} stands {clip(shell)}: a signal, or a kill, ends that one alone. Let it end"
+            " in: exec ..."
+        )
     for _, line in reference.resumed[:1]:
         yield f'the undisturbed run prints "{clip(line)}", too: it is no sign that it goes on'
     if not reference.marks:
-        yield ('no line has "epoch 3" or "step 3": kills come by the clock, and work that is done'
-               " again, or by nobody, is not seen. Give --step REGEX")
+        yield (
+            'no line has "epoch 3" or "step 3": kills come by the clock, and work that is done'
+            " again, or by nobody, is not seen. Give --step REGEX"
+        )
     elif reference.cyclic:
-        yield (f"{step(next(iter(reference.marks)))} comes again later: work that is done again is"
-               " not seen. Print epoch and step in one line, or give --step REGEX")
+        yield (
+            f"{step(next(iter(reference.marks)))} comes again later: work that is done again is"
+            " not seen. Print epoch and step in one line, or give --step REGEX"
+        )
 
 
 def step(mark):
@@ -681,8 +741,10 @@ def describe(number, run, reference):
     starts = "once" if run.starts == 1 else f"{run.starts} times"
     again = sum(kill.again for kill in run.kills) / max(1, len(reference.marks))
     again = f"{again:.0%} of the work done again, " if reference.marks else ""
-    yield (f"round {number}: {how}; {len(run.kills)} killed, command started {starts},"
-           f" {again}{run.seconds:.1f} s")
+    yield (
+        f"round {number}: {how}; {len(run.kills)} killed, command started {starts},"
+        f" {again}{run.seconds:.1f} s"
+    )
     for kill in run.kills:
         when = f"after: {clip(kill.last)}" if kill.last else "before it printed anything"
         yield f"{kill.seconds:7.1f} s  {kill.name} killed {when}"
@@ -699,18 +761,27 @@ def summary(args, runs, reference):
     """Return the lines about all rounds: what they prove, and what not."""
     equal = [run for run in runs if not run.failure]
     killed = Counter(kill.kind for run in runs for kill in run.kills)
-    yield (f"{len(equal)} of {len(runs)} rounds ended equal, {sum(run.went_on for run in equal)} of"
-           f" these went on; killed:"
-           f" {', '.join(f'{kind} {count}' for kind, count in sorted(killed.items()))}")
+    yield (
+        f"{len(equal)} of {len(runs)} rounds ended equal, {sum(run.went_on for run in equal)} of"
+        f" these went on; killed:"
+        f" {', '.join(f'{kind} {count}' for kind, count in sorted(killed.items()))}"
+    )
     marks = [*reference.marks]
-    places = {int(kill.place) for run in equal if run.went_on for kill in run.kills
-              if kill.place is not None}
+    places = {
+        int(kill.place)
+        for run in equal
+        if run.went_on
+        for kill in run.kills
+        if kill.place is not None
+    }
     open_ = [f"no {kind} was killed" for kind in args.victims if not killed[kind]]
     if places and min(places) >= len(marks) - 1 > 0:
         open_.insert(0, f"that it resumes its work: all kills came after {step(marks[-1])}")
     elif places:
-        yield (f"proven: killed after {step(marks[min(places)])}, and up to"
-               f" {step(marks[max(places)])} of {step(marks[-1])}, it goes on, and ends equal")
+        yield (
+            f"proven: killed after {step(marks[min(places)])}, and up to"
+            f" {step(marks[max(places)])} of {step(marks[-1])}, it goes on, and ends equal"
+        )
     if marks and len(marks) - 1 not in places:
         open_.append(f"no kill fell between {step(marks[-1])} and the end")
     if not any(run.went_on for run in runs):
@@ -752,35 +823,58 @@ def regex(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
-                                     description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
+        description=__doc__.partition("\n")[0],
+    )
     parser.error = stop
     for name, default, text in (
-            ("rounds", 10, "how many"),
-            ("kills", 3, "at most so many in a round"),
-            ("starts", 8, "start the command at most so often in a round"),
-            ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
-            ("patience", None, f"seconds for all to end after the launcher; {PATIENCE} or more"),
-            ("orphans", 2, "seconds in which what a victim has started may still work"),
-            ("limit", None, f"seconds for a run; default: {LIMIT}; a round: 900 and 10 such runs")):
+        ("rounds", 10, "how many"),
+        ("kills", 3, "at most so many in a round"),
+        ("starts", 8, "start the command at most so often in a round"),
+        ("seed", random.randrange(10**6), "of the draws; drawn if not given"),
+        ("patience", None, f"seconds for all to end after the launcher; {PATIENCE} or more"),
+        ("orphans", 2, "seconds in which what a victim has started may still work"),
+        ("limit", None, f"seconds for a run; default: {LIMIT}; a round: 900 and 10 such runs"),
+    ):
         if name not in ("seed", "limit", "patience"):
             text += f"; default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--victims", nargs="+", choices=KINDS, default=KINDS, help="default: all")
-    parser.add_argument("--line", type=regex, help="compare the last text printed that matches this"
-                        " regular expression (without --file: a sha256)")
-    parser.add_argument("--file", action="append", default=[], help="compare this file of"
-                        " torch.save(), tensor by tensor, or this text; may be given several times")
-    parser.add_argument("--resumed", type=regex, default="(?i)resum",
-                        help="a regular expression for the line with which the script goes on")
-    parser.add_argument("--step", type=regex, default=MARK, help="a regular expression for what"
-                        " numbers the work in a line, up to its number; default: epoch, step, iter")
+    parser.add_argument(
+        "--line",
+        type=regex,
+        help="compare the last text printed that matches this"
+        " regular expression (without --file: a sha256)",
+    )
+    parser.add_argument(
+        "--file",
+        action="append",
+        default=[],
+        help="compare this file of"
+        " torch.save(), tensor by tensor, or this text; may be given several times",
+    )
+    parser.add_argument(
+        "--resumed",
+        type=regex,
+        default="(?i)resum",
+        help="a regular expression for the line with which the script goes on",
+    )
+    parser.add_argument(
+        "--step",
+        type=regex,
+        default=MARK,
+        help="a regular expression for what"
+        " numbers the work in a line, up to its number; default: epoch, step, iter",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of all rounds")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, command = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if not command:
-        stop("the command is missing. For example: python launch/kill_test.py --rounds 10 --"
-             " torchrun --standalone --nproc-per-node=2 --max-restarts=3 your_script.py")
+        stop(
+            "the command is missing. For example: python launch/kill_test.py --rounds 10 --"
+            " torchrun --standalone --nproc-per-node=2 --max-restarts=3 your_script.py"
+        )
     if min(n for n in (args.rounds, args.kills, args.starts, args.limit) if n is not None) < 1:
         stop("--rounds, --kills, --starts and --limit must be 1 or more")
     args.line = args.line or (None if args.file else SHA256)

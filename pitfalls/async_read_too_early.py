@@ -51,8 +51,10 @@ def main(cure):
     dist.all_gather_object(reads, read)
     if reads != ([3, 3] if cure else [1, 2]):
         raise RuntimeError(f"read {reads}")
-    log(f"{'cured' if cure else 'symptom'}: the sum is 3; rank 0 read {reads[0]:g},"
-        f" and rank 1, which did wait, {reads[1]:g}")
+    log(
+        f"{'cured' if cure else 'symptom'}: the sum is 3; rank 0 read {reads[0]:g},"
+        f" and rank 1, which did wait, {reads[1]:g}"
+    )
     dist.destroy_process_group()
 
 

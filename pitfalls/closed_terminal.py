@@ -35,8 +35,13 @@ def fixed():
 
 def start_job(torchrun):
     """Start this file as a job."""
-    return subprocess.Popen(["nohup", *torchrun, *sys.argv], stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        ["nohup", *torchrun, *sys.argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def worker():

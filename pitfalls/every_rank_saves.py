@@ -63,8 +63,11 @@ def main(cure):
                 break
     if cure != (found[-1] == "whole"):
         raise RuntimeError(f"snapshots: {found}")
-    log(f"cured: {len(found)} snapshots, all of them whole" if cure else
-        f"symptom: snapshot {len(found)} is {found[-1]}")
+    log(
+        f"cured: {len(found)} snapshots, all of them whole"
+        if cure
+        else f"symptom: snapshot {len(found)} is {found[-1]}"
+    )
     dist.destroy_process_group()
 
 

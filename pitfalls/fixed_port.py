@@ -55,8 +55,11 @@ def main(cure):
     names = meet("first", 0, ports, cure)  # this process is rank 0 of the first job
     while not processes.join():
         pass
-    print(f"cured: first job on port {ports['first']}, second job on port {ports['second']}"
-          if cure else f"symptom: the first job's group is {names}")
+    print(
+        f"cured: first job on port {ports['first']}, second job on port {ports['second']}"
+        if cure
+        else f"symptom: the first job's group is {names}"
+    )
 
 
 def worker(index, others, ports, cure):

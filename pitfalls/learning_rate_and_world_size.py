@@ -60,8 +60,10 @@ def train_an_epoch(split_into_batches, rank, world_size):
         (wrapped(batch)[:, 0] - batch.sum(1)).square().mean().backward()
         optimizer.step()
     loss = (model(samples)[:, 0] - samples.sum(1)).square().mean()
-    log(f"global batch {world_size} x {len(batches[0])}, {len(batches)} steps an epoch:"
-        f" loss {loss:.4f} after it")
+    log(
+        f"global batch {world_size} x {len(batches[0])}, {len(batches)} steps an epoch:"
+        f" loss {loss:.4f} after it"
+    )
     return model.weight.detach()
 
 

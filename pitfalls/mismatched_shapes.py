@@ -54,8 +54,11 @@ def main(cure):
         log(f"symptom: all_reduce failed: {str(error).rpartition('] ')[2]}")
         dist.destroy_process_group()  # with Gloo only: after an error, NCCL could wait here
         return
-    log(f"{'cured' if cure else 'no error'}: together {counts.tolist()},"
-        f" {counts.sum()} of 14 labels", every_rank=True)
+    log(
+        f"{'cured' if cure else 'no error'}: together {counts.tolist()},"
+        f" {counts.sum()} of 14 labels",
+        every_rank=True,
+    )
     if (counts.tolist() == [3, 5, 3, 3]) != cure or dist.get_rank() == 0 and not cure:
         raise RuntimeError("this is neither the symptom nor the cure")
     if not cure:

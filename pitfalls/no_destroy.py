@@ -60,7 +60,8 @@ def make_and_train_model(rank):
 def start(rank, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1)
+    )
 
 
 def train_slowly(model, rank):
@@ -83,8 +84,11 @@ def main(cure):
             jobs += 1
         if bool(aborted) == cure:
             raise RuntimeError(f"{worker.__name__}: {aborted} of {jobs} jobs aborted")
-        print(f"{'cured' if cure else 'symptom'}: {worker.__name__}(): {aborted} of {jobs} jobs"
-              " aborted", flush=True)
+        print(
+            f"{'cured' if cure else 'symptom'}: {worker.__name__}(): {aborted} of {jobs} jobs"
+            " aborted",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

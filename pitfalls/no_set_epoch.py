@@ -51,8 +51,10 @@ def main(cure):
     if distinct != (3 if cure else 1) or (seen > 500) != cure:
         raise RuntimeError(f"{distinct} different orders, {seen} different items")
     dist.barrier()  # both ranks have found what they should
-    log(f"{'cured' if cure else 'symptom'}: {distinct} different order{'s' if cure else ''} in 3"
-        f" epochs; rank 0 saw {seen} of the 1000 items")
+    log(
+        f"{'cured' if cure else 'symptom'}: {distinct} different order{'s' if cure else ''} in 3"
+        f" epochs; rank 0 saw {seen} of the 1000 items"
+    )
     dist.destroy_process_group()
 
 

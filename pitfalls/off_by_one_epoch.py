@@ -51,8 +51,10 @@ def main(cure):
     trained = first + second
     if trained != ([1, 2, 3, 4] if cure else [1, 2, 3, 3, 4]) or cure != (difference == 0):
         raise RuntimeError(f"epochs {trained}, weights off by {difference}")
-    print(f"{'cured' if cure else 'symptom'}: trained epochs {' '.join(map(str, trained))};"
-          f" the weights are off by {difference:.2g}")
+    print(
+        f"{'cured' if cure else 'symptom'}: trained epochs {' '.join(map(str, trained))};"
+        f" the weights are off by {difference:.2g}"
+    )
 
 
 def new_or_saved(path):

@@ -37,6 +37,7 @@ def fixed():
 
 def exit_with_launcher():
     """End this process when torchrun is gone."""
+
     def watch():
         while os.getppid() == LAUNCHER:
             time.sleep(0.5)

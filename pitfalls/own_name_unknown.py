@@ -48,8 +48,12 @@ def worker():
 
 def main(cure):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.Popen([*torchrun, fixed() if cure else broken(), *sys.argv],
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(
+        [*torchrun, fixed() if cure else broken(), *sys.argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     lines, limits = [], []
     for line in job.stdout:
         lines.append(line)
@@ -64,8 +68,11 @@ def main(cure):
     if (started, len(met), job.returncode == 0) != (2 * cure, 2 * cure, cure) or cure == bool(said):
         raise RuntimeError(output)
     print("\n".join(sorted(met)) if cure else re.sub(r", \d+\)", ", PORT)", said[0]))
-    print("cured: the ranks have met" if cure
-          else f"symptom: {WAIT} s later, no rank has been started")
+    print(
+        "cured: the ranks have met"
+        if cure
+        else f"symptom: {WAIT} s later, no rank has been started"
+    )
 
 
 if __name__ == "__main__":

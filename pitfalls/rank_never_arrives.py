@@ -37,7 +37,8 @@ def worker(rank, world_size, port):
     store.set(f"rank {rank}", "is here")
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
     except dist.DistStoreError as error:
         print(f"[rank {rank}/{world_size}] {error}\n", end="", flush=True)
         store.add("gave up", 1)
@@ -53,8 +54,10 @@ def main(cure):
     gave_up = store.add("gave up", 0)
     if (missing, gave_up) != (([], 0) if cure else ([2], 2)):
         raise RuntimeError(f"missing: {missing}, gave up: {gave_up}")
-    print(f"{'cured' if cure else 'symptom'}: {3 - len(missing)} of 3 processes started,"
-          f" {gave_up} gave up; missing ranks: {missing}")
+    print(
+        f"{'cured' if cure else 'symptom'}: {3 - len(missing)} of 3 processes started,"
+        f" {gave_up} gave up; missing ranks: {missing}"
+    )
 
 
 if __name__ == "__main__":

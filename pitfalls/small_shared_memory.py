@@ -35,8 +35,9 @@ def fixed():
 
 def load():
     dataset = torch.zeros(64, 64 * 1024)  # items of 256 KB
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork",
-                        timeout=5)  # seconds; without it, the loader waits for ever
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=5
+    )  # seconds; without it, the loader waits for ever
     return sum(1 for batch in loader)
 
 
@@ -49,13 +50,21 @@ def main(cure):
             break
     else:
         raise SystemExit("this user cannot mount a disk here: try it as root, outside a container")
-    job = subprocess.run([*unshare, sys.executable, *sys.argv], check=False, capture_output=True,
-                         text=True, env=os.environ | {"INSIDE": "1"})
+    job = subprocess.run(
+        [*unshare, sys.executable, *sys.argv],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"INSIDE": "1"},
+    )
     said = re.findall("unable to allocate shared memory.*|DataLoader timed out.*", job.stderr)
     if cure != (job.stdout == "64 batches\n") or cure == bool(said):
         raise RuntimeError(job.stdout + job.stderr)
-    print(f"cured: with {size}, {job.stdout.strip()} have come" if cure
-          else f"symptom: {said[0]}\nsymptom: {said[-1]}")
+    print(
+        f"cured: with {size}, {job.stdout.strip()} have come"
+        if cure
+        else f"symptom: {said[0]}\nsymptom: {said[-1]}"
+    )
 
 
 if __name__ == "__main__":

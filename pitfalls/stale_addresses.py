@@ -60,8 +60,11 @@ def main(cure):
         restarts = max(re.findall(r"^attempt (\d)", job.stdout, re.MULTILINE))
         lost = re.findall("Gloo connectFullMesh failed.*", job.stderr)
         refused = sum("Connection refused" in line for line in lost)
-        print(f"job {jobs}: status {job.returncode}, restarts {restarts}, {len(lost)} lines 'Gloo"
-              f" connectFullMesh failed', {refused} with 'Connection refused'", flush=True)
+        print(
+            f"job {jobs}: status {job.returncode}, restarts {restarts}, {len(lost)} lines 'Gloo"
+            f" connectFullMesh failed', {refused} with 'Connection refused'",
+            flush=True,
+        )
         clean += (job.returncode, restarts) == (0, "1")
     if cure != (clean == jobs):
         raise RuntimeError(f"{clean} of {jobs} jobs went on after one restart")

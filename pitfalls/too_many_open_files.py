@@ -47,8 +47,11 @@ def main(cure):
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     if (error is None) != cure or cure and total != 399 * 400 / 2:
         raise RuntimeError(f"{found} batches, {error}")
-    print(f"cured: all {found} batches have come" if cure
-          else f"after {found} of 100 batches\nsymptom: {error}")
+    print(
+        f"cured: all {found} batches have come"
+        if cure
+        else f"after {found} of 100 batches\nsymptom: {error}"
+    )
 
 
 if __name__ == "__main__":

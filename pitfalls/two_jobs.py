@@ -69,6 +69,7 @@ def new_job(*args):
             if found[-1] == "refused":
                 break
         return found
+
     return epochs
 
 
@@ -90,9 +91,11 @@ def main(cure):
     print(f"job A: epochs {of_a}, killed after the third of them\njob B: {of_b}")
     if of_a != ([1, 2, 3, 4, 5] if cure else [1, 2, 3, 7, 8]) or (of_b == ["refused"]) != cure:
         raise RuntimeError(f"epochs {of_a} and {of_b}")
-    alone = 0.9 ** 5
-    print(f"{'cured' if cure else 'symptom'}: job A ends with {weight:.3f}; alone, it ends with"
-          f" {alone:.3f}")
+    alone = 0.9**5
+    print(
+        f"{'cured' if cure else 'symptom'}: job A ends with {weight:.3f}; alone, it ends with"
+        f" {alone:.3f}"
+    )
 
 
 if __name__ == "__main__":

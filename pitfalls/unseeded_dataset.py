@@ -47,8 +47,10 @@ def main(cure):
     shared, leaked = len(trained0 & trained1), len((trained0 | trained1) & (tested0 | tested1))
     if (shared == leaked == 0) != cure:
         raise RuntimeError(f"{shared} shared items, {leaked} leaked ones")
-    log(f"{'cured' if cure else 'symptom'}: {shared} items are in both training shares;"
-        f" {leaked} test items were trained on")
+    log(
+        f"{'cured' if cure else 'symptom'}: {shared} items are in both training shares;"
+        f" {leaked} test items were trained on"
+    )
     dist.destroy_process_group()
 
 

@@ -92,14 +92,22 @@ def compare():
     whole = new_model()
     mean_loss(whole(inputs), targets).backward()  # one process, one batch
     expected = flat_gradient(whole)
-    micro_batches = list(zip(inputs[rank::world_size].split(ROWS),
-                             targets[rank::world_size].split(ROWS), strict=True))
-    log(f"{MICRO_BATCHES} micro-batches of {ROWS} rows on each of {world_size} ranks; compared with"
-        f" one batch of {rows}")
+    micro_batches = list(
+        zip(
+            inputs[rank::world_size].split(ROWS), targets[rank::world_size].split(ROWS), strict=True
+        )
+    )
+    log(
+        f"{MICRO_BATCHES} micro-batches of {ROWS} rows on each of {world_size} ranks; compared with"
+        f" one batch of {rows}"
+    )
     sent, off = {}, {}
-    for name, way in [("DDP as usual", exchange_each_time), ("no_sync, both passes", accumulate),
-                      ("no_sync, backward", no_sync_too_late),
-                      ("flag set in between", flag_in_between)]:
+    for name, way in [
+        ("DDP as usual", exchange_each_time),
+        ("no_sync, both passes", accumulate),
+        ("no_sync, backward", no_sync_too_late),
+        ("flag set in between", flag_in_between),
+    ]:
         model = DDP(new_model())
         sent[name] = count_bytes(model)
         way(model, micro_batches)
@@ -111,8 +119,10 @@ def compare():
         raise RuntimeError("no_sync around both passes does not do what this file says")
     if not (sent["no_sync, backward"] == sent[usual] and off["flag set in between"] > 0.01):
         raise RuntimeError("the mistakes do not show what this file says")
-    log(f"no_sync around both passes: 1/{MICRO_BATCHES} of the bytes, and the gradient of the whole"
-        " batch")
+    log(
+        f"no_sync around both passes: 1/{MICRO_BATCHES} of the bytes, and the gradient of the whole"
+        " batch"
+    )
 
 
 def count_bytes(model):

@@ -95,8 +95,12 @@ def reasons_to_stop(rank, world_size, folder):
         loss = math.nan if last else 0.5
         return not math.isfinite(loss)
 
-    return {"early stopping": early_stopping, "stop file": stop_file, "time limit": time_limit,
-            "loss is nan": loss_is_nan}
+    return {
+        "early stopping": early_stopping,
+        "stop file": stop_file,
+        "time limit": time_limit,
+        "loss is nan": loss_is_nan,
+    }
 
 
 def main():
@@ -114,11 +118,17 @@ def stop_alone_and_together(folder):
     epochs, _, errors = watch(train_alone, reasons["early stopping"])
     if epochs != [3] * world_size or errors[0] or not all(errors[1:]):
         raise RuntimeError(f"one rank left alone, but: epochs {epochs}, errors {errors}")
-    log(f"alone:  early stopping  rank 0 left after epoch {epochs[0]}; the others failed in epoch"
-        f" {epochs[1] + 1}")
+    log(
+        f"alone:  early stopping  rank 0 left after epoch {epochs[0]}; the others failed in epoch"
+        f" {epochs[1] + 1}"
+    )
     last = world_size - 1
-    expected = {"early stopping": (0, 3), "stop file": (0, 2), "time limit": (last, 4),
-                "loss is nan": (last, 1)}  # the rank that wants to stop, and after which epoch
+    expected = {
+        "early stopping": (0, 3),
+        "stop file": (0, 2),
+        "time limit": (last, 4),
+        "loss is nan": (last, 1),
+    }  # the rank that wants to stop, and after which epoch
     for name, (who, epoch) in expected.items():
         epochs, wanted, errors = watch(train_agreed, reasons[name])
         if epochs != [epoch] * world_size or wanted != [who] or any(errors):

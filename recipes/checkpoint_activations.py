@@ -97,7 +97,8 @@ def keep_products():
     Attention has an operation of its own, _scaled_dot_product_flash_attention, say.
     """
     return create_selective_checkpoint_contexts(
-        [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
+        [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+    )
 
 
 def shard(model, mesh):
@@ -170,8 +171,9 @@ def compare():
             with FlopCounterMode(display=False) as flop_counter:
                 step(model, inputs)
             flops[name] = flop_counter.get_total_flops()
-            note = (f"{blocks[name]} of {BLOCKS}  {off[name]:.1e}"
-                    f"      {flops[name] / flops[none]:4.0%}")
+            note = (
+                f"{blocks[name]} of {BLOCKS}  {off[name]:.1e}      {flops[name] / flops[none]:4.0%}"
+            )
         log(f"{name:<26} {kept[name]:>8}   {note}")
     # What the blocks and the head take in, and what the head gives back.
     inputs_only = (BLOCKS + 2) * inputs.nbytes
@@ -179,20 +181,22 @@ def compare():
     claims = {
         "the right ways keep a block's input": {kept[way] for way in right} == {inputs_only},
         "keep_products() computes none again, and keeps less than all": (
-            flops["keep_products"] == flops[none] and kept["keep_products"] < kept[none]),
+            flops["keep_products"] == flops[none] and kept["keep_products"] < kept[none]
+        ),
         "they have one block's activations at once": blocks[right[0]] == blocks[right[1]] == 1,
         "around operations, they keep as much as none": kept[operations] >= kept[none],
         "around the model, all at once": blocks[whole] == blocks[none] == BLOCKS,
-        "they compute a third again": (
-            1 < flops[right[0]] / flops[none] < 1.34),
-        "two ways have another gradient": [way for way in ways if off[way] > 1e-6] == [
-            "preserve_rng_state=False", "use_reentrant=True"],
+        "they compute a third again": (1 < flops[right[0]] / flops[none] < 1.34),
+        "two ways have another gradient": [way for way in ways if off[way] > 1e-6]
+        == ["preserve_rng_state=False", "use_reentrant=True"],
         "only the right order compiles": [way for way in ways if graphs[way]] == [right[2]],
     }
     if not all(claims.values()):
         raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
-    log(f"{right[2]}: {inputs_only / kept['no checkpoint']:.0%} of the activations, and the same"
-        " gradient")
+    log(
+        f"{right[2]}: {inputs_only / kept['no checkpoint']:.0%} of the activations, and the same"
+        " gradient"
+    )
 
 
 def step(model, inputs, watch_blocks=False):
@@ -201,8 +205,9 @@ def step(model, inputs, watch_blocks=False):
 
     def keep(tensor):
         """Note an activation, which counts once, whoever keeps it."""
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()
-                   if not isinstance(p, DTensor)}
+        weights = {
+            p.untyped_storage().data_ptr() for p in model.parameters() if not isinstance(p, DTensor)
+        }
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -224,8 +229,11 @@ def step(model, inputs, watch_blocks=False):
         loss = model(inputs).square().mean()
     bytes_kept = sum(kept.values())
     loss.backward()
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad
-                 for p in model.parameters() if p.requires_grad]
+    gradients = [
+        torch.zeros_like(p) if p.grad is None else p.grad
+        for p in model.parameters()
+        if p.requires_grad
+    ]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
     return bytes_kept, most, torch.cat([g.flatten() for g in whole])
 
@@ -237,8 +245,14 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)  # frozen, as in fine-tuning
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
-                          nn.Dropout(dropout)) for _ in range(BLOCKS))
+            nn.Sequential(
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.GELU(),
+                nn.Linear(4 * WIDTH, WIDTH),
+                nn.Dropout(dropout),
+            )
+            for _ in range(BLOCKS)
+        )
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):

@@ -147,8 +147,13 @@ def load_folder(model, optimizer, folder, group=None, **others):
     # A template of what to load. For a new optimizer, torch takes a step that changes no weight.
     state = state_of(model, optimizer, 0, **others)
     dcp.load(state, checkpoint_id=folder, process_group=group)
-    set_state_dict(model, optimizer, model_state_dict=state["model"],
-                   optim_state_dict=state["optimizer"], options=BY_NAME)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=BY_NAME,
+    )
     for name, other in others.items():
         other.load_state_dict(state[name][0] if type(state[name]) is tuple else state[name])
     return state["step"]
@@ -162,8 +167,9 @@ def save_shards_async(model, optimizer, step, root, group, **others):
     If both used one group of Gloo, the job would abort or hang. async_save() is experimental.
     """
     folder = new_folder(root, step)
-    pending = dcp.async_save(state_of(model, optimizer, step, **others), checkpoint_id=folder,
-                             process_group=group)
+    pending = dcp.async_save(
+        state_of(model, optimizer, step, **others), checkpoint_id=folder, process_group=group
+    )
     # The shards have been copied to the CPU by now. From here on, the optimizer may change them.
 
     def finish():
@@ -238,10 +244,14 @@ def show_one_rank(model, optimizer, step, folder):
     never_stopped, other_optimizer = new_model()  # in one process, and never loaded
     train(never_stopped, other_optimizer, 0, step + STEPS)
     expected = flat_weights(never_stopped)
-    off = [((flat_weights(trained) - expected).norm() / (expected - before).norm()).item()
-           for trained in (single, model)]
-    log(f"after {STEPS} more, from a run never stopped: {off[0]:.1e} on 1 rank, {off[1]:.1e} on"
-        f" {world_size} ranks")
+    off = [
+        ((flat_weights(trained) - expected).norm() / (expected - before).norm()).item()
+        for trained in (single, model)
+    ]
+    log(
+        f"after {STEPS} more, from a run never stopped: {off[0]:.1e} on 1 rank, {off[1]:.1e} on"
+        f" {world_size} ranks"
+    )
     if max(off) > 1e-3:
         raise RuntimeError("training goes on in another way than in a process that never stopped")
 
@@ -275,8 +285,10 @@ def show_cut_off(model, optimizer, step, root):
         log(f"save of step {later} cut off, {name}: {rows[name]} of {len(new)} loaded rows are new")
     if rows["new folders"] > 0 or not 0 < rows["same folder"] < len(new):
         raise RuntimeError(f"loaded rows that are new: {rows}")
-    log(f"saved on {dist.get_world_size()} ranks, loaded on 1: the same; a save cut off is never"
-        " loaded")
+    log(
+        f"saved on {dist.get_world_size()} ranks, loaded on 1: the same; a save cut off is never"
+        " loaded"
+    )
 
 
 def cut_off(way, *args):

@@ -138,9 +138,11 @@ def compare_clipping():
     expected = torch.cat([p.grad.flatten() for p in whole.parameters()])
     log(f"{'one process, float32':<23}  norm {expected_norm:.5g}, step of {expected.norm():.1e}")
     off = {}
-    for name, way in [("clip after the exchange", clip_after_exchange),
-                      ("clip each micro-batch", clip_each_micro_batch),
-                      ("clip before unscale_", clip_before_unscale)]:
+    for name, way in [
+        ("clip after the exchange", clip_after_exchange),
+        ("clip each micro-batch", clip_each_micro_batch),
+        ("clip before unscale_", clip_before_unscale),
+    ]:
         model, optimizer, scaler = new_model_and_scaler()
         before = flat_weights(model)
         norms = gathered(way(model, optimizer, scaler, own_micro_batches(inputs, targets)))
@@ -148,7 +150,8 @@ def compare_clipping():
         off[name] = ((step - expected).norm() / expected.norm()).item()
         log(f"{name:<23}  norm {norms[0]:.5g}, step of {step.norm():.1e}, off by {off[name]:.1e}")
         if way is clip_after_exchange and not (
-                len(set(norms)) == 1 and abs(norms[0] / expected_norm - 1) < 0.01):
+            len(set(norms)) == 1 and abs(norms[0] / expected_norm - 1) < 0.01
+        ):
             raise RuntimeError(f"one process has the norm {expected_norm}, the ranks {norms}")
     if not (off.pop("clip after the exchange") < 0.01 and min(off.values()) > 0.1):
         raise RuntimeError("clipping after the exchange does not give the step of one process")
@@ -178,8 +181,10 @@ def overflow_without_scaler():
         step_without_scaler(model, optimizer, inputs, targets, look)
         after = flat_weights(model)
         nans.append(set(gathered(after.isnan().sum().item())))
-    log(f"inf on rank {last} alone, no scaler: {max(nans[0])} of {after.numel()} weights are nan;"
-        f" if isfinite(): {max(nans[1])}")
+    log(
+        f"inf on rank {last} alone, no scaler: {max(nans[0])} of {after.numel()} weights are nan;"
+        f" if isfinite(): {max(nans[1])}"
+    )
     if nans != [{after.numel()}, {0}] or not torch.equal(after, before):
         raise RuntimeError(f"nan weights without and with the check: {nans}")
 
@@ -193,8 +198,10 @@ def nan_for_one_of_two_optimizers():
         model.module[0].bias.grad.fill_(math.nan)  # as if its layer's backward() had overflowed
         step_of_several(model, optimizers, scaler, look)
         found.append((flat_weights(model).isnan().sum().item(), scaler.get_scale()))
-    log(f"nan for one of two optimizers: {found[0][0]} weights of the other are nan; if isfinite():"
-        f" {found[1][0]}")
+    log(
+        f"nan for one of two optimizers: {found[0][0]} weights of the other are nan; if isfinite():"
+        f" {found[1][0]}"
+    )
     if found != [(4160, 32768), (0, 32768)]:
         raise RuntimeError(f"two optimizers: nan weights, and the scale: {found}")
 

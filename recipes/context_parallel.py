@@ -98,8 +98,12 @@ def own_positions(length, device, group=None):
     """Return where this rank's tokens stand in a sequence of this length (some after its end)."""
     world_size = dist.get_world_size(group)
     size = math.ceil(length / (2 * world_size))
-    return torch.cat([torch.arange(number * size, (number + 1) * size, device=device)
-                      for number in zig_zag(dist.get_rank(group), world_size)])
+    return torch.cat(
+        [
+            torch.arange(number * size, (number + 1) * size, device=device)
+            for number in zig_zag(dist.get_rank(group), world_size)
+        ]
+    )
 
 
 def deal_out(tokens, group=None):
@@ -159,8 +163,14 @@ class RingAttention(torch.autograd.Function):
             for rows, columns, causal in blocks(q.size(2), source, ctx.group, ctx.chunks_of):
                 # By out and the log-sum-exp over all keys, these are parts of the whole gradients.
                 dq_part, dk_part, dv_part = KERNEL_BACKWARD(
-                    gradient[:, :, rows], q[:, :, rows], *share[..., columns, :],
-                    out[:, :, rows], lse[:, :, rows], 0.0, causal)
+                    gradient[:, :, rows],
+                    q[:, :, rows],
+                    *share[..., columns, :],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    0.0,
+                    causal,
+                )
                 dq[:, :, rows] += dq_part
                 d_kv[0][:, :, columns] += dk_part
                 d_kv[1][:, :, columns] += dv_part
@@ -190,9 +200,12 @@ def pass_on(tensor, group):
     if world_size == 1:
         return lambda: tensor
     received = torch.empty_like(tensor)
-    works = dist.batch_isend_irecv([  # both at once: if all sent first, all could wait
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world_size)])
+    works = dist.batch_isend_irecv(
+        [  # both at once: if all sent first, all could wait
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world_size),
+        ]
+    )
 
     def receive(sent=tensor):  # kept alive until now
         for work in works:
@@ -228,13 +241,16 @@ def main():
     tokens = torch.randint(VOCABULARY, (BATCH, 2 * world_size * CHUNK - 20))  # the end is filled up
     log(f"gradient of a model's weights, {tokens.size(1)} tokens on {world_size} ranks")
     right = off_by(tokens, "all by the whole sequence")
-    wrong = [off_by(tokens, "mask by numbers in the share", chunks_of=lambda rank, ranks: (0, 1)),
-             off_by(tokens, "positions in the share", numbered=True),
-             off_by(tokens, "shift after dealing out", late=True),
-             off_by(tokens, "mean of the ranks' means", mean=True)]
+    wrong = [
+        off_by(tokens, "mask by numbers in the share", chunks_of=lambda rank, ranks: (0, 1)),
+        off_by(tokens, "positions in the share", numbered=True),
+        off_by(tokens, "shift after dealing out", late=True),
+        off_by(tokens, "mean of the ranks' means", mean=True),
+    ]
     claims = compare_work(world_size) | {
         "the model's gradient is that of one process": right <= 1e-12,
-        "the wrong ways are wrong": world_size == 1 or min(wrong) > 0.01}
+        "the wrong ways are wrong": world_size == 1 or min(wrong) > 0.01,
+    }
     if not all(claims.values()):
         raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
     log(f"1/{world_size} of the tokens on each rank, and the gradient of one process")
@@ -264,8 +280,9 @@ def off_by(tokens, name, chunks_of=zig_zag, numbered=False, late=False, mean=Fal
         factor = dist.get_world_size()
     loss = cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
     (loss * factor / counted).backward()
-    found, expected = (torch.cat([p.grad.flatten() for p in net.parameters()])
-                       for net in (model, whole))
+    found, expected = (
+        torch.cat([p.grad.flatten() for p in net.parameters()]) for net in (model, whole)
+    )
     off = ((found - expected).norm() / expected.norm()).item()
     log(f"{name:<29} off by {off:.1e}")
     return off
@@ -275,20 +292,27 @@ def compare_work(world_size):
     """Compare what attention alone computes, and holds at once, forward and backward."""
     whole = torch.randn(4, BATCH, HEADS, 2 * world_size * CHUNK, HEAD_SIZE)
     own, positions = own_positions(whole.size(3), "cpu"), torch.arange(whole.size(3))
-    even, slow = (gathered(sum(len([*blocks(len(own), i, None, way)]) for i in range(world_size)))
-                  for way in (zig_zag, lambda rank, ranks: (2 * rank, 2 * rank + 1)))
-    log(f"blocks of {CHUNK} x {CHUNK} on a rank: {min(slow)} to {max(slow)} with contiguous shares,"
-        f" {min(even)} to {max(even)} with zig-zag")
+    even, slow = (
+        gathered(sum(len([*blocks(len(own), i, None, way)]) for i in range(world_size)))
+        for way in (zig_zag, lambda rank, ranks: (2 * rank, 2 * rank + 1))
+    )
+    log(
+        f"blocks of {CHUNK} x {CHUNK} on a rank: {min(slow)} to {max(slow)} with contiguous shares,"
+        f" {min(even)} to {max(even)} with zig-zag"
+    )
     alone = Held(partial(scaled_dot_product_attention, is_causal=True), *whole).most
     most = max(gathered(Held(ring_attention, *whole[..., own, :]).most))
     log(f"attention: {alone} bytes held at once in one process, {most} on a rank")
-    with context_parallel(init_device_mesh("cpu", (world_size,)), buffers=[positions],
-                          buffer_seq_dims=[0]):
+    with context_parallel(
+        init_device_mesh("cpu", (world_size,)), buffers=[positions], buffer_seq_dims=[0]
+    ):
         same = positions.equal(own)
-    return {"zig-zag shares are equal": even == [2 * world_size + 1] * world_size,
-            "contiguous shares are not": slow == [4 * rank + 3 for rank in range(world_size)],
-            "a rank holds 22 shares at most": most <= 22 * whole[0, :, :, own].nbytes,
-            "torch deals out the same shares": same}
+    return {
+        "zig-zag shares are equal": even == [2 * world_size + 1] * world_size,
+        "contiguous shares are not": slow == [4 * rank + 3 for rank in range(world_size)],
+        "a rank holds 22 shares at most": most <= 22 * whole[0, :, :, own].nbytes,
+        "torch deals out the same shares": same,
+    }
 
 
 class Held(TorchDispatchMode):

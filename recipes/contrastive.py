@@ -144,19 +144,26 @@ def compare_losses():
     whole, pairs = new_encoder(), torch.stack([first, second])
     a, b, scale = whole(pairs)
     loss_of_rows(a, b, a, b, scale, first=0).backward()  # one process, one batch
-    log(f"{PAIRS} pairs on each of {world_size} ranks, compared with {len(first)} pairs in one"
-        " process")
+    log(
+        f"{PAIRS} pairs on each of {world_size} ranks, compared with {len(first)} pairs in one"
+        " process"
+    )
     log("gradient of                     the encoder      the scale")
     off = {}
-    for name, loss in [("AllGather", with_gradient), ("local negatives", local_negatives),
-                       ("all_gather alone", without_gradient),
-                       ("own rows put back", own_rows_put_back),
-                       ("whole loss on every rank", whole_loss),
-                       ("whole loss times ranks", whole_loss_times_ranks)]:
+    for name, loss in [
+        ("AllGather", with_gradient),
+        ("local negatives", local_negatives),
+        ("all_gather alone", without_gradient),
+        ("own rows put back", own_rows_put_back),
+        ("whole loss on every rank", whole_loss),
+        ("whole loss times ranks", whole_loss_times_ranks),
+    ]:
         model = DDP(new_encoder())
         loss(*model(pairs[:, rank * PAIRS : (rank + 1) * PAIRS])).backward()
-        off[name] = [((found.grad - expected.grad).norm() / expected.grad.norm()).item()
-                     for found, expected in zip(model.module.parts(), whole.parts(), strict=True)]
+        off[name] = [
+            ((found.grad - expected.grad).norm() / expected.grad.norm()).item()
+            for found, expected in zip(model.module.parts(), whole.parts(), strict=True)
+        ]
         encoder, scale = off[name]
         log(f"{name:<30}  off by {encoder:.1e}   off by {scale:.1e}")
     encoder, scale = off.pop("AllGather")

@@ -75,10 +75,15 @@ RANKS, RANK = 1024, 8
 JOB = {"width": 4096, "blocks": 8, "rows": 4096, "tensor": 8}
 # Real processes, to compare with. Width 66 on 4 ranks: some have smaller shards than others.
 REAL_RANKS, REAL_JOB = 4, {"width": 66, "blocks": 4, "rows": 6, "tensor": 2}
-KINDS = {"allreduce_": "all-reduce", "all_reduce": "all-reduce",
-         "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
-         "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
-         "broadcast_": "broadcast"}
+KINDS = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast_": "broadcast",
+}
 SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -124,13 +129,18 @@ def with_fsdp2_root_only(model, mesh):
 def with_fsdp2_and_tp(model, mesh):
     """Some ranks compute each block together, on the same rows. FSDP2 shards what each has."""
     for block in model:
-        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(),
-                                                   "down": RowwiseParallel()})
+        parallelize_module(
+            block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
     return with_fsdp2(model, mesh)
 
 
-WAYS = {"FSDP2": with_fsdp2, "checkpoints": with_checkpoints, "root only": with_fsdp2_root_only,
-        "FSDP2 x TP": with_fsdp2_and_tp}
+WAYS = {
+    "FSDP2": with_fsdp2,
+    "checkpoints": with_checkpoints,
+    "root only": with_fsdp2_root_only,
+    "FSDP2 x TP": with_fsdp2_and_tp,
+}
 
 
 def train_and_count(way, width, blocks, rows, tensor):
@@ -141,8 +151,9 @@ def train_and_count(way, width, blocks, rows, tensor):
     """
     tensor = tensor if way == "FSDP2 x TP" else 1
     # Neighbours are in one "tensor" group. In your job, leave out a dimension of size 1.
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor),
-                            mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor")
+    )
     fake = FakeTensorMode() if dist.get_backend() == "fake" else nullcontext()
     with fake:
         model = nn.Sequential(*[FeedForward(width) for _ in range(blocks)])  # your model
@@ -156,13 +167,18 @@ def train_and_count(way, width, blocks, rows, tensor):
             optimizer.zero_grad()
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
+
         train_one_step()
         with FSDPMemTracker(model, optimizer) as memory, CountCollectives() as sent:
             memory.track_inputs((inputs, targets))
             train_one_step()
-    kept, peak = ({getattr(what, "value", what): size for what, size in
-                   memory.get_tracker_snapshot(when)[torch.device("cpu")].items()}
-                  for when in ("current", "peak"))
+    kept, peak = (
+        {
+            getattr(what, "value", what): size
+            for what, size in memory.get_tracker_snapshot(when)[torch.device("cpu")].items()
+        }
+        for when in ("current", "peak")
+    )
     return kept["Total"] - kept["Inputs"] - kept["Temp"], peak, sent  # Gloo may still hold a "Temp"
 
 
@@ -180,8 +196,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         # The processes meet through a file. forkserver: torch is imported once for all of them.
         mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
-        mp.start_processes(compare_with_real, args=(f"file://{folder}/meet",), nprocs=REAL_RANKS,
-                           start_method="forkserver")
+        mp.start_processes(
+            compare_with_real,
+            args=(f"file://{folder}/meet",),
+            nprocs=REAL_RANKS,
+            start_method="forkserver",
+        )
     dist.init_process_group("fake", rank=RANK, world_size=RANKS)
     predict()
     dist.destroy_process_group()
@@ -189,8 +209,13 @@ def main():
 
 def compare_with_real(rank, meeting_point):
     """In each of REAL_RANKS processes: train real steps, then play this rank, and compare."""
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=REAL_RANKS,
-                            timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting_point,
+        rank=rank,
+        world_size=REAL_RANKS,
+        timeout=timedelta(seconds=60),
+    )
     real = {way: train_and_count(way, **REAL_JOB) for way in WAYS}
     gc.collect()
     dist.destroy_process_group()
@@ -198,43 +223,56 @@ def compare_with_real(rank, meeting_point):
     log("bytes       kept: real     dry  peak: real     dry  calls: real          dry")
     for way, (kept, peak, sent) in real.items():
         dry_kept, dry_peak, dry = train_and_count(way, **REAL_JOB)
-        log(f"{way:<11} {kept:>10} {dry_kept:>7} {peak['Total']:>11} {dry_peak['Total']:>7}"
+        log(
+            f"{way:<11} {kept:>10} {dry_kept:>7} {peak['Total']:>11} {dry_peak['Total']:>7}"
             f"  {sent.calls.total():>4}: {sent.bytes.total():>7}"
-            f" {dry.calls.total():>3}: {dry.bytes.total():>7}")
+            f" {dry.calls.total():>3}: {dry.bytes.total():>7}"
+        )
         near = abs(peak["Total"] - dry_peak["Total"]) < peak["Total"] / 10
         if (kept, vars(sent)) != (dry_kept, vars(dry)) or not near:
-            raise RuntimeError(f"{way}: rank {rank} has {kept}, {peak}, {vars(sent)}; its dry run"
-                               f" says {dry_kept}, {dry_peak}, {vars(dry)}")
+            raise RuntimeError(
+                f"{way}: rank {rank} has {kept}, {peak}, {vars(sent)}; its dry run"
+                f" says {dry_kept}, {dry_peak}, {vars(dry)}"
+            )
     gc.collect()
     dist.destroy_process_group()
 
 
 def predict():
     """The dry run of JOB: log a line for each way, and check what the docstring says of them."""
-    log("MB           kept     peak     all-reduce     all-gather reduce-scatter",
-        every_rank=True)
+    log("MB           kept     peak     all-reduce     all-gather reduce-scatter", every_rank=True)
     kept, peak, sent = {}, {}, {}
     for way in WAYS:
         kept[way], peak[way], sent[way] = train_and_count(way, **JOB)
-        cells = [f"{sent[way].calls[kind]:>6}: {sent[way].bytes[kind] / 1e6:6.1f}"
-                 for kind in ("all-reduce", "all-gather", "reduce-scatter")]
-        log(f"{way:<11} {kept[way] / 1e6:5.1f} {peak[way]['Total'] / 1e6:8.1f} {' '.join(cells)}",
-            every_rank=True)
+        cells = [
+            f"{sent[way].calls[kind]:>6}: {sent[way].bytes[kind] / 1e6:6.1f}"
+            for kind in ("all-reduce", "all-gather", "reduce-scatter")
+        ]
+        log(
+            f"{way:<11} {kept[way] / 1e6:5.1f} {peak[way]['Total'] / 1e6:8.1f} {' '.join(cells)}",
+            every_rank=True,
+        )
     blocks = JOB["blocks"]
     model = 4 * blocks * 8 * JOB["width"] ** 2  # bytes of weights
     activations = 4 * JOB["rows"] * JOB["width"] * (9 * blocks - 1)  # x, 4x and 4x in each block
     claims = {
         "each keeps a part of the model": all(  # weights, gradients and two numbers of Adam
-            0 <= kept[way] - 4 * model / RANKS < 200 for way in WAYS),  # Adam counts its steps
+            0 <= kept[way] - 4 * model / RANKS < 200 for way in WAYS
+        ),  # Adam counts its steps
         "FSDP2 gathers each block twice": sent["FSDP2"].calls["all-gather"] == 2 * blocks,
-        "its peak has all activations": 0 <= (
-            peak["FSDP2"]["Activation"] - activations) < 1000,  # the loss comes on top
+        "its peak has all activations": 0
+        <= (peak["FSDP2"]["Activation"] - activations)
+        < 1000,  # the loss comes on top
         "checkpoints make it smaller": peak["checkpoints"]["Total"] < peak["FSDP2"]["Total"],
-        "root only gathers all at once": peak["root only"]["All Gather"] == model}
+        "root only gathers all at once": peak["root only"]["All Gather"] == model,
+    }
     if not all(claims.values()):
         raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
-    log(f"MB at the peak: {peak['FSDP2']['Total'] / 1e6:.1f} with FSDP2,"
-        f" {activations / 1e6:.1f} of them activations", every_rank=True)
+    log(
+        f"MB at the peak: {peak['FSDP2']['Total'] / 1e6:.1f} with FSDP2,"
+        f" {activations / 1e6:.1f} of them activations",
+        every_rank=True,
+    )
 
 
 def log(message, every_rank=False):

@@ -197,17 +197,20 @@ def check_generation(mesh):
     expected = generate_alone(new_model(), prompt)
     most = max(gathered(WINDOW - prompt.shape[1]))
     for name, way, build, right in [
-            ("until all are done:", until_all_are_done, new_shards, BLOCKS * most + 1),
-            ("gathered_once():", generate_gathered_once, new_shards, BLOCKS + 1),
-            ("and torch.compile:", generate_gathered_once, compiled_shards, BLOCKS + 1),
-            ("and only blocks:", generate_gathered_once, shards_of_blocks, BLOCKS)]:
+        ("until all are done:", until_all_are_done, new_shards, BLOCKS * most + 1),
+        ("gathered_once():", generate_gathered_once, new_shards, BLOCKS + 1),
+        ("and torch.compile:", generate_gathered_once, compiled_shards, BLOCKS + 1),
+        ("and only blocks:", generate_gathered_once, shards_of_blocks, BLOCKS),
+    ]:
         model, untouched, later = build(mesh), build(mesh), []
         before = whole_weights(model)
         with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
             text = way(model, prompt, flags)
         same = gathered(torch.equal(text, expected))
-        log(f"generation, {name:<22} {gather.call_count:>3} gathers; right tokens on {sum(same)} of"
-            f" {len(same)} ranks")
+        log(
+            f"generation, {name:<22} {gather.call_count:>3} gathers; right tokens on {sum(same)} of"
+            f" {len(same)} ranks"
+        )
         if not all(same) or gather.call_count != right:
             raise RuntimeError(f"{name} {gather.call_count} gathers; right: {same}")
         left = whole_weights(model) - before if way is generate_gathered_once else 0
@@ -217,8 +220,9 @@ def check_generation(mesh):
                 generate_alone(net, expected[:, :-2])
             later.append(gather.call_count)
         if left or later[0] != later[1]:
-            raise RuntimeError(f"after {name} {left} are whole; then {later[0]} gathers, not"
-                               f" {later[1]}")
+            raise RuntimeError(
+                f"after {name} {left} are whole; then {later[0]} gathers, not {later[1]}"
+            )
 
 
 def ranks_that_fail(way, data):

@@ -126,7 +126,7 @@ class ExpertParallel(nn.Module):
         send = torch.stack([part.sum() for part in counts.split(self.held)])
         # Here the CPU waits for a GPU, once in each layer.
         sizes = torch.cat([send, arriving.sum(dim=1), arriving.sum(dim=0)]).tolist()
-        send, receive, loads = sizes[:ranks], sizes[ranks:2 * ranks], sizes[2 * ranks:]
+        send, receive, loads = sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
 
         arrived = Exchange.apply(rows[order // self.top], send, receive, self.group)
         arrived.requires_grad_(torch.is_grad_enabled())  # with frozen experts, too
@@ -150,9 +150,13 @@ class ExpertParallel(nn.Module):
 
 def names_of_experts(model):
     """Return the names of the parameters and buffers in model that this rank alone has."""
-    return [name for path, mixture in model.named_modules() if isinstance(mixture, ExpertParallel)
-            for named in (mixture.experts.named_parameters, mixture.experts.named_buffers)
-            for name, _ in named(prefix=f"{path}.experts".lstrip("."))]
+    return [
+        name
+        for path, mixture in model.named_modules()
+        if isinstance(mixture, ExpertParallel)
+        for named in (mixture.experts.named_parameters, mixture.experts.named_buffers)
+        for name, _ in named(prefix=f"{path}.experts".lstrip("."))
+    ]
 
 
 def parameters_of_experts(model):
@@ -180,8 +184,12 @@ def clip_with_experts(model, experts, max_norm, group=None):
     experts: parameters that this rank alone has. All ranks must call it.
     """
     rest = rest_of(model, experts)
-    norms = [get_total_norm([p.grad for p in part if p.grad is not None])
-             .to(next(model.parameters()).device) for part in (experts, rest)]
+    norms = [
+        get_total_norm([p.grad for p in part if p.grad is not None]).to(
+            next(model.parameters()).device
+        )
+        for part in (experts, rest)
+    ]
     others = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
     square = norms[0].to(others) ** 2  # of frozen experts, it is a 0 in float32
     dist.all_reduce(square, group=group)  # each rank has other experts: add up
@@ -239,9 +247,11 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     log(f"{2 * ranks} experts, a token goes to 2 of them, {ROWS} tokens on each of {ranks} ranks")
     log("gradient off by                      experts   router     rest")
-    right = [off_by("FSDP2 around the rest", clip=clip_with_experts),
-             off_by("DDP around the rest", clip=clip_with_experts, wrapper=wrap_ddp),
-             off_by(f"{2 * ranks + 1} experts, the last 3 idle", experts=2 * ranks + 1, idle=3)]
+    right = [
+        off_by("FSDP2 around the rest", clip=clip_with_experts),
+        off_by("DDP around the rest", clip=clip_with_experts, wrapper=wrap_ddp),
+        off_by(f"{2 * ranks + 1} experts, the last 3 idle", experts=2 * ranks + 1, idle=3),
+    ]
     copies = off_by("DDP around all", wrapper=DDP)
     sums = off_by("experts not divided by the ranks", divide=lambda experts: None)
     alone = off_by("clipped by each rank's own norm", wrapper=wrap_ddp, clip=clip_alone)
@@ -252,7 +262,8 @@ def main():
         "the right ways have the gradient of one process": all(right),
         "not divided, they are wrong by the ranks": abs(sums[0] - (ranks - 1)) < 1e-9,
         "DDP around all, or own norms, are wrong": copies[0] > 0.1 and min(alone) > 1e-3,
-        f"all ranks but the idle one wait, and not {waiting}": waiting == [*range(ranks - 1)]}
+        f"all ranks but the idle one wait, and not {waiting}": waiting == [*range(ranks - 1)],
+    }
     if not all(claims.values()):
         raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
     log("experts, router and rest have the gradient of one process")
@@ -264,8 +275,13 @@ def off_by(name, experts=None, idle=0, **way):
     """Return how far the gradients of experts, router and rest are off. way: what is not right."""
     experts = experts or 2 * dist.get_world_size()
     whole, model = (Model(kind, experts, idle).double() for kind in (OneProcess, ExpertParallel))
-    train(whole, *rows_of(*range(dist.get_world_size())), wrapper=lambda model: model,
-          divide=lambda experts: None, clip=clip_alone if "clip" in way else None)
+    train(
+        whole,
+        *rows_of(*range(dist.get_world_size())),
+        wrapper=lambda model: model,
+        divide=lambda experts: None,
+        clip=clip_alone if "clip" in way else None,
+    )
     train(model, *rows_of(dist.get_rank()), **way)
     expected = {key: p.grad for key, p in whole.named_parameters()}
     squares = torch.zeros(3, 2, dtype=torch.float64)  # of differences, of gradients
@@ -320,7 +336,7 @@ class Model(nn.Module):  # yours. idle: so many of the last experts get no token
         torch.manual_seed(SEED)
         mixture = mixture(WIDTH, experts, 2, new_expert, **options)
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), mixture])
-        mixture.router.bias.data[experts - idle:] = -100
+        mixture.router.bias.data[experts - idle :] = -100
 
     def forward(self, tokens):
         return self.blocks[1](self.blocks[0](tokens))

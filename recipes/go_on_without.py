@@ -123,8 +123,12 @@ def meet(store, meeting, me, step, expected):
 def join_group(store, meeting, me, members):
     """Make a group of the members. Without the prefix, they would read the dead rank's address."""
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"group {meeting}", store), timeout=TIMEOUT,
-        rank=members.index(me), world_size=len(members))
+        "gloo",
+        store=dist.PrefixStore(f"group {meeting}", store),
+        timeout=TIMEOUT,
+        rank=members.index(me),
+        world_size=len(members),
+    )
 
 
 def take_newest_state(job):
@@ -176,8 +180,10 @@ def train(model, me, members, job, share=share):
 def main():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # mp.spawn and torchrun would end all processes when one dies.
-    processes = [mp.get_context("spawn").Process(target=worker, args=(me, store.port), daemon=True)
-                 for me in range(RANKS)]
+    processes = [
+        mp.get_context("spawn").Process(target=worker, args=(me, store.port), daemon=True)
+        for me in range(RANKS)
+    ]
     for process in processes:
         process.start()
     while processes:
@@ -211,8 +217,10 @@ def report(store, gone, job):
         return
     job.went_on_with = copy.deepcopy((job.net, job.optimizer, job.step))
     step, moment = store.get("died").decode().split()
-    log(f"rank {gone[0]} of {RANKS} died in step {step}; {time.monotonic() - float(moment):.1f} s"
-        f" later, {ranks} ranks go on in step {job.step}, {shares}")
+    log(
+        f"rank {gone[0]} of {RANKS} died in step {step}; {time.monotonic() - float(moment):.1f} s"
+        f" later, {ranks} ranks go on in step {job.step}, {shares}"
+    )
 
 
 def compare(me, members, job):
@@ -228,15 +236,19 @@ def compare(me, members, job):
         dist.all_gather_object(of_ranks, done.seen)
         seen = {row for rows in of_ranks for row in rows if row[0] >= first}
         lost[way] = rows - len(seen)
-        off[way] = max((a - b).abs().max().item() for a, b in zip(
-            done.net.parameters(), plain.net.parameters(), strict=True))
+        off[way] = max(
+            (a - b).abs().max().item()
+            for a, b in zip(done.net.parameters(), plain.net.parameters(), strict=True)
+        )
         log(f"{way:<17} {lost[way]:>2} of {rows} rows never seen, weights off by {off[way]:.1e}")
     if lost["shares dealt anew"] or off["shares dealt anew"] > 1e-6:
         raise RuntimeError("the survivors did not train as one process does")
     if not (lost["old shares kept"] and off["old shares kept"] > 1e-4):
         raise RuntimeError("the mistake does not show what this file says")
-    log(f"{STEPS} steps with {RANKS} ranks, then {len(members)}: the weights of one process, up to"
-        " rounding")
+    log(
+        f"{STEPS} steps with {RANKS} ranks, then {len(members)}: the weights of one process, up to"
+        " rounding"
+    )
 
 
 class Job:

@@ -69,8 +69,14 @@ STEPS, SAVE_EVERY, SIGNAL_AFTER = 1000, 40, 60
 ASK_EVERY = 1  # steps here are slow. For 100 steps a second: 100
 GRACE = 10  # seconds, in place of torchrun's 30; torch 2.11 keeps to these
 LONG_SAVE = 40  # seconds: more than the 30 that torchrun leaves the others when a rank has left
-WAYS = ["no handler", "asks after each epoch", "workers get SIGTERM", "asks in each step",
-        "leaves without waiting", "waits for the save"]
+WAYS = [
+    "no handler",
+    "asks after each epoch",
+    "workers get SIGTERM",
+    "asks in each step",
+    "leaves without waiting",
+    "waits for the save",
+]
 TO_ONE_RANK = WAYS[4:]
 KILLED = "forcefully exiting"  # what torchrun prints then
 SIGNS = {  # what a job prints, and what that means
@@ -88,8 +94,9 @@ def flag_on_sigterm():
     asked = threading.Event()
     # A second one, inside set(), would wait for its lock for ever. (Not SIG_IGN: a program that you
     # start later, to copy the file, say, would ignore SIGTERM, too.)
-    signal.signal(signal.SIGTERM,
-                  lambda *_: (signal.signal(signal.SIGTERM, lambda *_: None), asked.set()))
+    signal.signal(
+        signal.SIGTERM, lambda *_: (signal.signal(signal.SIGTERM, lambda *_: None), asked.set())
+    )
     # A process that is forked later, and that you end by terminate(), must obey it.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return asked
@@ -125,6 +132,7 @@ def any_rank(condition, group):
 
 def train(way, path):
     """One rank, its status. Of WAYS, two are right: "asks in each step", "waits for the save"."""
+
     def save(step):  # rank 0, beside the old file, then moved over it
         if dist.get_rank() == 0:
             time.sleep(LONG_SAVE if way in TO_ONE_RANK and step % SAVE_EVERY else 0.2)
@@ -134,9 +142,13 @@ def train(way, path):
     flags = dist.new_group(backend="gloo", timeout=timedelta(minutes=10))
     if way != "no handler":
         asked = flag_on_sigterm()
-    loader = DataLoader(range(2 * STEPS), batch_size=2, num_workers=1,
-                        worker_init_fn=None if way == "workers get SIGTERM" else ignore_sigterm,
-                        multiprocessing_context="fork")
+    loader = DataLoader(
+        range(2 * STEPS),
+        batch_size=2,
+        num_workers=1,
+        worker_init_fn=None if way == "workers get SIGTERM" else ignore_sigterm,
+        multiprocessing_context="fork",
+    )
     for step, batch in enumerate(loader, 1):
         dist.all_reduce(batch.float())  # your step: DDP waits for all ranks in each backward()
         time.sleep(0.05)
@@ -157,8 +169,9 @@ def train(way, path):
 def main():
     lost = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(WAYS)) as pool:
-        jobs = {way: pool.submit(run_job, way, os.path.join(folder, f"{way}.pt"))
-                for way in WAYS}  # side by side: mostly they wait
+        jobs = {
+            way: pool.submit(run_job, way, os.path.join(folder, f"{way}.pt")) for way in WAYS
+        }  # side by side: mostly they wait
         for way, job in jobs.items():
             done, saved, end = job.result()
             lost[way] = done - saved
@@ -166,8 +179,10 @@ def main():
     wrong = ("no handler", "workers get SIGTERM", "leaves without waiting")  # see SIGNS, too
     if lost["asks in each step"] or lost["waits for the save"] or not all(map(lost.get, wrong)):
         raise RuntimeError("this is not what this file says")
-    show(f"SIGTERM after step {SIGNAL_AFTER} of {STEPS}, a snapshot after every {SAVE_EVERY}: the"
-         " right ways lose nothing")
+    show(
+        f"SIGTERM after step {SIGNAL_AFTER} of {STEPS}, a snapshot after every {SAVE_EVERY}: the"
+        " right ways lose nothing"
+    )
 
 
 def show(message):
@@ -177,9 +192,21 @@ def show(message):
 def run_job(way, path):
     """Start a job of two ranks, and send SIGTERM; return (steps done, saved, end)."""
     job = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         sys.argv[0], way, path], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)})
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            sys.argv[0],
+            way,
+            path,
+        ],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)},
+    )
     (sign, end), output, done, asked_at, seconds = SIGNS.get(way, ("", "")), "", 0, 0, 0
     asked = 1 if way in TO_ONE_RANK else 0  # the rank whose step it is
     for line in job.stdout:

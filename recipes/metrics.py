@@ -86,8 +86,9 @@ def f1(scores, labels):
 def count_hits(scores, labels):
     """Return three counts: true positives, false positives, false negatives."""
     found, positive = scores > 1, labels == 1
-    return torch.stack([(found & positive).sum(), (found & ~positive).sum(),
-                        (~found & positive).sum()])
+    return torch.stack(
+        [(found & positive).sum(), (found & ~positive).sum(), (~found & positive).sum()]
+    )
 
 
 def f1_of(counts):

@@ -105,6 +105,7 @@ def load_by_rank_0(paths, device, mesh, new_head):
 
 def fill_buffers(model, build):
     """Give the buffers the values that they have in a new model. build: makes one."""
+
     def to_meta(module, name, weight):  # at once: so it is one at a time, and not initialized
         if weight is not None and not weight.is_meta:
             return nn.Parameter(weight.to("meta"), weight.requires_grad)
@@ -175,7 +176,7 @@ def compare_loads(paths):
     dist.barrier()  # until the files are there
     sizes = {name: tensor.nbytes for name, tensor in plain.state_dict().items()}
     whole, largest = sum(tensor.nbytes for tensor in state.values()), max(sizes.values())
-    shards = sum(p[:math.ceil(len(p) / world_size)].nbytes for p in plain.parameters())
+    shards = sum(p[: math.ceil(len(p) / world_size)].nbytes for p in plain.parameters())
     # A whole tensor; the buffers, and what fill_buffers() makes them from.
     few = shards + largest + 3 * plain.positions.nbytes
     # On rank 0, the new layer, and what contiguous() copies.
@@ -185,9 +186,12 @@ def compare_loads(paths):
     log(f"2 files of {whole} bytes; {largest} in the largest tensor")
     log("                   rank 0 reads    keeps   rank 1 reads    keeps   outputs off by")
     for name, load, right in [
-            ("rank 0 reads", load_by_rank_0, True), ("every rank reads", load_on_every_rank, True),
-            ("buffers forgotten", forget_buffers, False), ("strict=False", forget_head, False),
-            ("not contiguous", send_as_it_is, False)]:
+        ("rank 0 reads", load_by_rank_0, True),
+        ("every rank reads", load_on_every_rank, True),
+        ("buffers forgotten", forget_buffers, False),
+        ("strict=False", forget_head, False),
+        ("not contiguous", send_as_it_is, False),
+    ]:
         with CountBytes() as count, mock.patch.object(torch, "load", count.load):
             model = load(paths, device, mesh, plain.head)
         with torch.no_grad():
@@ -196,8 +200,12 @@ def compare_loads(paths):
         log(f"{name:<19} {reads[0]:>11} {keeps[0]:>8} {reads[1]:>14} {keeps[1]:>8}   {off:.1e}")
         if not (off < 1e-6 if right else off > 0.1 or math.isnan(off)):
             raise RuntimeError(f"{name}: outputs off by {off}")
-        lean = (reads[0] == whole and sum(reads[1:]) == 0 and max(keeps[1:]) <= few
-                and keeps[0] <= few + more)
+        lean = (
+            reads[0] == whole
+            and sum(reads[1:]) == 0
+            and max(keeps[1:]) <= few
+            and keeps[0] <= few + more
+        )
         wasteful = min(reads) == whole and min(keeps) >= 2 * whole
         if not (wasteful if load is load_on_every_rank else lean):
             raise RuntimeError(f"{name}: reads {reads}, keeps {keeps}; lean is {few}")
@@ -232,8 +240,11 @@ class CountBytes(TorchDispatchMode):
         else:
             result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, result)):
-            if (type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
-                    and tensor.is_floating_point()):  # the names are sent as uint8
+            if (
+                type(tensor) in (torch.Tensor, nn.Parameter)
+                and not tensor.is_meta
+                and tensor.is_floating_point()
+            ):  # the names are sent as uint8
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.mapped:
                     self.kept[storage.data_ptr()] = weakref.ref(storage)

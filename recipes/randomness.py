@@ -66,7 +66,8 @@ SEEDS = {  # number: of a step or an epoch, counted from 0
     # Wrong: rank 0 draws in the next step what rank 1 draws in this one.
     " + rank": lambda number, world_size, rank: SEED + number + rank,
     # Wrong: all ranks draw the same.
-    "": lambda number, world_size, rank: SEED + number}
+    "": lambda number, world_size, rank: SEED + number,
+}
 
 
 def draw(seed):
@@ -107,10 +108,14 @@ def compare_seeds():
         equal = sum(a == b for a, b in zip(first, second, strict=True)) / 1000
         masks.append(len({tuple(mask) for masks in masks_of_ranks for mask in masks}))
         numbers.append(len(set().union(*numbers_of_ranks)))
-        log(f"dropout, {'SEED + step' + name:<31}  {equal:>4.0%} equal, {masks[-1]:>2} different"
-            f" masks of {STEPS * world_size}")
-        lines.append(f"workers, {'SEED + epoch' + name:<32}  {numbers[-1]:>2} different numbers of"
-                     f" {8 * EPOCHS * world_size}")
+        log(
+            f"dropout, {'SEED + step' + name:<31}  {equal:>4.0%} equal, {masks[-1]:>2} different"
+            f" masks of {STEPS * world_size}"
+        )
+        lines.append(
+            f"workers, {'SEED + epoch' + name:<32}  {numbers[-1]:>2} different numbers of"
+            f" {8 * EPOCHS * world_size}"
+        )
     for line in lines:
         log(line)
     if masks != [STEPS * world_size, STEPS + world_size - 1, STEPS]:
@@ -127,8 +132,10 @@ def compare_resumed():
         whole, _ = train(by_step, 0, STEPS)
         half, state = train(by_step, 0, STEPS // 2)
         states = gathered(state)  # rank 0 would save the list
-        state = {"rank 0's RNG state": states[0],
-                 "each rank's RNG state": states[dist.get_rank()]}.get(name)
+        state = {
+            "rank 0's RNG state": states[0],
+            "each rank's RNG state": states[dist.get_rank()],
+        }.get(name)
         resumed, _ = train(by_step, STEPS // 2, STEPS, half, state)
         off[name] = (resumed - whole).abs().max().item()
         log(f"resumed with {name:<21}  weights off by {off[name]:.1e}")

@@ -130,15 +130,21 @@ def compare_ways_to_go_on():
     world_size = dist.get_world_size()
     batch_size = 4 * world_size
     dataset = Augmented(STEPS * batch_size)
-    log(f"{len(dataset)} items, {batch_size} in a batch over all ranks; a job stops after {STOP}"
-        f" of {STEPS} steps")
+    log(
+        f"{len(dataset)} items, {batch_size} in a batch over all ranks; a job stops after {STOP}"
+        f" of {STEPS} steps"
+    )
     for old, new in [(2 * world_size, world_size), (world_size, 2 * world_size)]:
         skipped = count_items(skip_on_each_rank, dataset, batch_size // old, old, new)
         right = count_items(go_on, dataset, batch_size, old, new)
-        for name, (twice, never, anew) in [("skip on each rank", skipped),
-                                           ("go on by the step", right)]:
-            log(f"{old} to {new} ranks, {name}: {twice:>2} items twice, {never:>2} never,"
-                f" {anew:>2} drawn anew")
+        for name, (twice, never, anew) in [
+            ("skip on each rank", skipped),
+            ("go on by the step", right),
+        ]:
+            log(
+                f"{old} to {new} ranks, {name}: {twice:>2} items twice, {never:>2} never,"
+                f" {anew:>2} drawn anew"
+            )
         if right != (0, 0, 0):
             raise RuntimeError("going on by the global step does not show each item once")
         if skipped[:2] == (0, 0) or skipped[2] == 0:
@@ -166,8 +172,10 @@ def items_of_job(way, dataset, batch_size, world_size, first_step):
     if world_size == dist.get_world_size():  # this very job: each rank loads its own batches
         ranks = gathered(list(way(dataset, batch_size, dist.get_rank(), world_size, first_step)))
     else:  # a job of another size, played in one process
-        ranks = [list(way(dataset, batch_size, rank, world_size, first_step))
-                 for rank in range(world_size)]
+        ranks = [
+            list(way(dataset, batch_size, rank, world_size, first_step))
+            for rank in range(world_size)
+        ]
     return [batch for step in zip(*ranks, strict=True) for batch in step]
 
 

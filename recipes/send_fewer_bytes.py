@@ -76,8 +76,12 @@ def power_sgd(model, use_error_feedback=True):
     different orders on the ranks, and the job aborts or hangs (torch 2.14, 2.15). NCCL: not tried.
     """
     # Biases always are sent whole: they have one dimension.
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10,
-                          use_error_feedback=use_error_feedback)
+    state = PowerSGDState(
+        None,
+        matrix_approximation_rank=4,
+        start_powerSGD_iter=10,
+        use_error_feedback=use_error_feedback,
+    )
     # It holds what was not sent yet: torch.save() it on each rank, with your snapshot. To resume,
     # torch.load(..., weights_only=False), your own file only, after init_process_group(). Then take
     # two passes of forward and backward before you register the hook: DDP sorts the gradients anew
@@ -122,10 +126,14 @@ def compare():
     teacher, world_size = new_model(7), dist.get_world_size()  # the model learns to do as it does
     test_rows = rows(1024, STEPS * world_size, teacher)  # the same on all ranks
     sent, last, loss, state = {}, {}, {}, {}  # bytes of all steps, of the last one, loss after it
-    log(f"{STEPS} steps on {world_size} ranks; the loss before them:"
-        f" {loss_of(new_model(1), test_rows):.4f}")
+    log(
+        f"{STEPS} steps on {world_size} ranks; the loss before them:"
+        f" {loss_of(new_model(1), test_rows):.4f}"
+    )
     for name, hook, way in [
-        ("exact", exact, train), ("bfloat16", bfloat16, train), ("PowerSGD", power_sgd, train),
+        ("exact", exact, train),
+        ("bfloat16", bfloat16, train),
+        ("PowerSGD", power_sgd, train),
         ("local SGD", exact, train_locally),
         ("PowerSGD, no error feedback", partial(power_sgd, use_error_feedback=False), train),
         ("local SGD, rank 0's weights", exact, train_locally),
@@ -134,12 +142,14 @@ def compare():
         state[name] = hook(model)
         with count_bytes() as counted:
             begins = []
+
             def batches(counted=counted, begins=begins):  # other rows in each step, on each rank
                 for step in range(STEPS):
                     begins.append(len(counted))
                     yield rows(ROWS, step * world_size + dist.get_rank(), teacher)
+
             way(model, batches())
-            last[name] = sum(counted[begins[-1]:])
+            last[name] = sum(counted[begins[-1] :])
             if name == "local SGD":
                 average_parameters(model.parameters(), None)
         sent[name], loss[name] = sum(counted), loss_of(model.module, test_rows)
@@ -151,14 +161,18 @@ def check(sent, last, loss, kept):
     bfloat16, power = last["exact"] / last["bfloat16"], last["exact"] / last["PowerSGD"]
     if not (bfloat16 == 2 and power > 30 and sent["exact"] / sent["local SGD"] > PERIOD - 1):
         raise RuntimeError(f"the bytes are not as few as this file says: {sent}, {last}")
-    if not (abs(loss["bfloat16"] / loss["exact"] - 1) < 0.02
-            and loss["PowerSGD"] < loss["PowerSGD, no error feedback"]
-            and loss["local SGD"] < loss["local SGD, rank 0's weights"]):
+    if not (
+        abs(loss["bfloat16"] / loss["exact"] - 1) < 0.02
+        and loss["PowerSGD"] < loss["PowerSGD, no error feedback"]
+        and loss["local SGD"] < loss["local SGD, rank 0's weights"]
+    ):
         raise RuntimeError(f"the losses do not order as this file says: {loss}")
     if kept != last["exact"]:
         raise RuntimeError(f"PowerSGD keeps {kept} bytes")
-    log(f"in a step, bfloat16 sends 1/{bfloat16:.0f} of the bytes of exact; PowerSGD, after its"
-        f" start, 1/{power:.0f}")
+    log(
+        f"in a step, bfloat16 sends 1/{bfloat16:.0f} of the bytes of exact; PowerSGD, after its"
+        f" start, 1/{power:.0f}"
+    )
     log(f"PowerSGD keeps {kept / 1e6:.2f} MB of what it did not send: those of the gradients")
 
 
@@ -170,6 +184,7 @@ def count_bytes():
     def counting(tensor, *args, **kwargs):
         sizes.append(tensor.nbytes)
         return all_reduce(tensor, *args, **kwargs)
+
     with mock.patch.object(dist, "all_reduce", counting):  # the hooks call it by this name
         yield sizes
 

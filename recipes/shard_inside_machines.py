@@ -88,8 +88,9 @@ MAX_NORM = 0.02  # clips the gradient here
 def hsdp(model, device, world_size, **options):
     """The right way. options: of fully_shard, such as mp_policy."""
     per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
-    mesh = init_device_mesh(device.type, (world_size // per_machine, per_machine),
-                            mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        device.type, (world_size // per_machine, per_machine), mesh_dim_names=("replicate", "shard")
+    )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -137,8 +138,9 @@ def main():
     clip_grad_norm_(one_process.parameters(), MAX_NORM)
     expected = flat_gradient(one_process)
 
-    def measure(name, way, data=own, machine_of=in_order, backward=exchange_in_each, parts=1,
-                policy=None):
+    def measure(
+        name, way, data=own, machine_of=in_order, backward=exchange_in_each, parts=1, policy=None
+    ):
         """Log a line; return (bytes kept, bytes across, how far the gradient is off)."""
         model = new_model()
         way(model, torch.device("cpu"), world_size, mp_policy=policy or MixedPrecisionPolicy())
@@ -177,26 +179,37 @@ def main():
     each = measure("HSDP, all-reduce in each", hsdp, parts=4)
     once = measure("HSDP, all-reduce in the last", hsdp, backward=all_reduce_in_the_last, parts=4)
     claims = {
-        "a machine holds everything": right[0] == machines * plain[0] == (
-            2 * expected.nbytes // per_machine),
+        "a machine holds everything": right[0]
+        == machines * plain[0]
+        == (2 * expected.nbytes // per_machine),
         "a reshard to a machine keeps as little as FSDP2": resharded[0] == plain[0],
         "in float32, the formula holds": torch.allclose(
             torch.tensor([right[1] / plain[1], resharded[1] / plain[1]]),
-            torch.tensor(shares_across(machines, per_machine, 1)), atol=0.02),
+            torch.tensor(shares_across(machines, per_machine, 1)),
+            atol=0.02,
+        ),
         "in bfloat16, the formula holds": torch.allclose(
             torch.tensor([right_mixed[1] / plain_mixed[1], resharded_mixed[1] / plain_mixed[1]]),
-            torch.tensor(shares_across(machines, per_machine, 2)), atol=0.02),
+            torch.tensor(shares_across(machines, per_machine, 2)),
+            atol=0.02,
+        ),
         "dealt out in turns, more cross": turns[1] > plain[1],
         "an all-reduce in the last is one": 4 * once[1] == each[1] < often[1],
-        "only rows by machine give another gradient": by_machine[2] > 0.1 and max(
-            way[2] for way in (plain, resharded, right, turns, often, each, once)) < 1e-5}
+        "only rows by machine give another gradient": by_machine[2] > 0.1
+        and max(way[2] for way in (plain, resharded, right, turns, often, each, once)) < 1e-5,
+    }
     if not all(claims.values()):
         raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
     log("by the formula, 16 machines of 8 ranks, of FSDP2's bytes:")
-    log("HSDP {:.0%}, reshard to a machine {:.0%}; with bfloat16 weights {:.0%} and {:.0%}".format(
-        *shares_across(16, 8, 1), *shares_across(16, 8, 2)))
-    log(f"HSDP: {right[1] / plain[1]:.0%} of FSDP2's bytes across, {machines} times its memory,"
-        " the same gradient")
+    log(
+        "HSDP {:.0%}, reshard to a machine {:.0%}; with bfloat16 weights {:.0%} and {:.0%}".format(
+            *shares_across(16, 8, 1), *shares_across(16, 8, 2)
+        )
+    )
+    log(
+        f"HSDP: {right[1] / plain[1]:.0%} of FSDP2's bytes across, {machines} times its memory,"
+        " the same gradient"
+    )
     gc.collect()  # otherwise what is left of FSDP2 can abort the process at its exit
     dist.destroy_process_group()
 
@@ -207,8 +220,10 @@ def shares_across(machines, per_machine, ratio):
     ratio: bytes of a gradient to those of a weight.
     """
     ranks = machines * per_machine
-    return (2 * ratio / (2 + ratio) * (ranks - per_machine) / (ranks - 1),
-            (1 + ratio) / (2 + ratio))
+    return (
+        2 * ratio / (2 + ratio) * (ranks - per_machine) / (ranks - 1),
+        (1 + ratio) / (2 + ratio),
+    )
 
 
 class CountAcross(TorchDispatchMode):
@@ -223,8 +238,11 @@ class CountAcross(TorchDispatchMode):
             return NotImplemented  # DTensor calls this again, with its shards
         result = function(*args, **(kwargs or {}))
         if "c10d" in function.name():
-            group = next(dist.ProcessGroup.unbox(a) for a in args
-                         if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+            group = next(
+                dist.ProcessGroup.unbox(a)
+                for a in args
+                if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+            )
             ranks = dist.get_process_group_ranks(group)
             links = zip(ranks, ranks[1:] + ranks[:1], strict=True)
             crossing = sum(self.machine_of[a] != self.machine_of[b] for a, b in links)
@@ -245,7 +263,8 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(BLOCKS))
+            for _ in range(BLOCKS)
+        )
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs):
@@ -264,8 +283,9 @@ def local(tensor):
 
 
 def flat_gradient(model):
-    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-             for p in model.parameters()]
+    whole = [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
     return torch.cat([gradient.flatten() for gradient in whole])
 
 

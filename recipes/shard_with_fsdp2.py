@@ -123,8 +123,11 @@ def start_in_shards(device, mesh):
             buffer.copy_(full)  # no checkpoint has those with persistent=False
         filled.update([*part.parameters(), *part.buffers()])
         del whole, full, shards  # otherwise two blocks are whole while the next one is built
-    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-             if tensor not in filled]
+    empty = [
+        name
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor not in filled
+    ]
     if empty:
         raise RuntimeError(f"without values: {', '.join(empty)}")
     return model, most
@@ -173,8 +176,11 @@ def compare(device):
     everything = bytes_held(ddp, optimizer)
     log("DDP                    {:>8} {:>9} {:>8}".format(*everything))
     for name, way, micro_batches in [
-            ("FSDP2", shard, 1), ("FSDP2, 2 micro-batches", shard, 2),
-            ("only the root", shard_root_only, 1), ("optimizer first", optimizer_first, 1)]:
+        ("FSDP2", shard, 1),
+        ("FSDP2, 2 micro-batches", shard, 2),
+        ("only the root", shard_root_only, 1),
+        ("optimizer first", optimizer_first, 1),
+    ]:
         model = new_model()
         optimizer = way(model, mesh) or new_optimizer(model)  # only optimizer_first returns one
         average = train(model, optimizer, batches, micro_batches)
@@ -192,8 +198,10 @@ def compare(device):
         raise RuntimeError(f"a rank holds {share:.0%} of what it holds with DDP")
     check_saved(whole_state(sharded), sharded.state_dict(), ddp)
     check_start(device, mesh, batches, ddp)
-    log(f"FSDP2: {share:.0%} of the bytes, {at_once:.0%} of the weights whole at once, DDP's up to"
-        " rounding")
+    log(
+        f"FSDP2: {share:.0%} of the bytes, {at_once:.0%} of the weights whole at once, DDP's up to"
+        " rounding"
+    )
 
 
 def train_ddp(model, optimizer, batches):

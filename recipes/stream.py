@@ -114,10 +114,12 @@ def main():
 def deliver():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     log(f"a stream of {SAMPLES} samples; {WORKERS} workers on each of {world_size} ranks")
-    for name, split, copies in [("no split", Whole, world_size * WORKERS),
-                                ("split by rank", SplitByRank, WORKERS),
-                                ("split by rank and worker", SplitByRankAndWorker, 1),
-                                ("so, but each shuffles", Shuffled, None)]:
+    for name, split, copies in [
+        ("no split", Whole, world_size * WORKERS),
+        ("split by rank", SplitByRank, WORKERS),
+        ("split by rank and worker", SplitByRankAndWorker, 1),
+        ("so, but each shuffles", Shuffled, None),
+    ]:
         torch.manual_seed(rank)  # the workers' random numbers follow from it
         loader = DataLoader(split(rank, world_size), BATCH_SIZE, num_workers=WORKERS)
         samples = list(itertools.chain(*gathered(torch.cat(list(loader)).tolist())))

@@ -112,7 +112,7 @@ def parallelize(model, mesh, plan=PLAN):
 def share_of_group(rows, mesh):
     """The right rows: all ranks of a tp group take the same ones."""
     # With a loader: DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank())
-    return rows[mesh["dp"].get_local_rank()::mesh["dp"].size()]
+    return rows[mesh["dp"].get_local_rank() :: mesh["dp"].size()]
 
 
 def seed_of_group(mesh, step):
@@ -164,18 +164,29 @@ def compare_on(mesh, name, expected):
     model = parallelize(new_model(), mesh)
     gradient, weights = differences(expected, train(model, mesh, steps=STEPS))
     held = sum(p.to_local().numel() for p in model.parameters())
-    log(f"{name} {held} of {len(expected[1])} weights on a rank: gradient off by {gradient:.1e},"
-        f" weights by {weights:.1e}")
+    log(
+        f"{name} {held} of {len(expected[1])} weights on a rank: gradient off by {gradient:.1e},"
+        f" weights by {weights:.1e}"
+    )
     model = parallelize(new_model(), mesh)
-    other_rows, _ = differences(expected, train(  # as with DDP, and DistributedSampler(data)
-        model, mesh, lambda rows, mesh: rows[dist.get_rank()::dist.get_world_size()]))
+    other_rows, _ = differences(
+        expected,
+        train(  # as with DDP, and DistributedSampler(data)
+            model, mesh, lambda rows, mesh: rows[dist.get_rank() :: dist.get_world_size()]
+        ),
+    )
     log(f"{name} different rows on each rank: gradient off by {other_rows:.1e}, no error")
     by_rank = spread_of_outputs(mesh, SEED + dist.get_rank())
     by_group = spread_of_outputs(mesh, seed_of_group(mesh, step=0))
-    log(f"{name} dropout seeded by rank: a group's outputs differ by {by_rank:.2f}, by dp rank: by"
-        f" {by_group:.2f}")
-    message = ("got mixed torch.Tensor and DTensor" if mesh["dp"].size() == 1
-               else "must have the same mesh")
+    log(
+        f"{name} dropout seeded by rank: a group's outputs differ by {by_rank:.2f}, by dp rank: by"
+        f" {by_group:.2f}"
+    )
+    message = (
+        "got mixed torch.Tensor and DTensor"
+        if mesh["dp"].size() == 1
+        else "must have the same mesh"
+    )
     try:
         error = train(parallelize(new_model(), mesh, BLOCKS), mesh)
     except RuntimeError as caught:
@@ -191,14 +202,18 @@ def compare_on(mesh, name, expected):
         model = DDP(model, device_mesh=mesh["dp"])
         model(torch.ones(1, WIDTH)).sum().backward()
         trained, after = sum(p.grad is not None for p in before), len(list(model.parameters()))
-        log(f"{name} DDP around split layers: {trained} of {len(before)} tensors get a gradient,"
-            f" parameters() has {after}")
-    claims = {"split layers train like one process": gradient < 1e-5 and weights < 1e-4,
-              "other rows, or dropout by rank, do harm": other_rows > 0.1 and by_rank > 0.1,
-              "a tp group has one output": by_group == 0,
-              "clip_grad_norm_ fails as shown": message in str(error),
-              "clip_by_mesh clips like clip_grad_norm_": mended < 1e-5,
-              "DDP loses the parameters of split layers": trained == after == 0}
+        log(
+            f"{name} DDP around split layers: {trained} of {len(before)} tensors get a gradient,"
+            f" parameters() has {after}"
+        )
+    claims = {
+        "split layers train like one process": gradient < 1e-5 and weights < 1e-4,
+        "other rows, or dropout by rank, do harm": other_rows > 0.1 and by_rank > 0.1,
+        "a tp group has one output": by_group == 0,
+        "clip_grad_norm_ fails as shown": message in str(error),
+        "clip_by_mesh clips like clip_grad_norm_": mended < 1e-5,
+        "DDP loses the parameters of split layers": trained == after == 0,
+    }
     if not all(claims.values()):
         raise RuntimeError(f"not so: {', '.join(c for c, holds in claims.items() if not holds)}")
 
@@ -237,8 +252,10 @@ def full(tensor):
 
 
 def differences(expected, found):  # relative, of the gradient; the largest, of the weights
-    return (((found[0] - expected[0]).norm() / expected[0].norm()).item(),
-            (found[1] - expected[1]).abs().max().item())
+    return (
+        ((found[0] - expected[0]).norm() / expected[0].norm()).item(),
+        (found[1] - expected[1]).abs().max().item(),
+    )
 
 
 def new_model(dropout=0.0):

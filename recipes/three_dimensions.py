@@ -105,9 +105,12 @@ class Whole(ParallelStyle):
 
     def _apply(self, module, device_mesh):
         return distribute_module(
-            module, device_mesh, None,
+            module,
+            device_mesh,
+            None,
             lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
-            lambda _, output, mesh: output.to_local())
+            lambda _, output, mesh: output.to_local(),
+        )
 
 
 def plan_of(model):
@@ -182,8 +185,9 @@ def norm_of_stage(model, mesh, tied):
     return get_total_norm([p.grad for _, p in trained(model)]).full_tensor()
 
 
-def train(mesh, steps=STEPS, batches=whole_batches, add_up_tied=add_up_tied,
-          norm_of_model=norm_of_model):
+def train(
+    mesh, steps=STEPS, batches=whole_batches, add_up_tied=add_up_tied, norm_of_model=norm_of_model
+):
     """The right way: the answer. The wrong ways give it other functions of these names.
 
     Return the first step's loss (on a last stage), its gradients, the weights after the last step
@@ -240,9 +244,11 @@ def main():
         name = "dp {}, pp {}, tp {}".format(*sizes)
         loss, gradients, weights, kept = train(mesh)
         losses = [value for value in gathered(loss) if value is not None]  # of the last stages
-        off = [abs(sum(losses) / len(losses) / loss_alone - 1),
-               furthest(gradients, gradients_alone, {}),
-               furthest(weights, weights_alone[-1], weights_alone[0])]
+        off = [
+            abs(sum(losses) / len(losses) / loss_alone - 1),
+            furthest(gradients, gradients_alone, {}),
+            furthest(weights, weights_alone[-1], weights_alone[0]),
+        ]
         log("{} off by: loss {:.1e} gradients {:.1e} weights {:.1e}".format(name, *off))
         kept = gathered(kept)
         log(f"{name} keeps {min(kept)} to {max(kept)} of {whole} bytes of weights on a rank")
@@ -251,8 +257,10 @@ def main():
     log(f"{'wrong, on ' + name:<38}gradients   weights")
     for way, changed in WRONG.items():
         _, gradients, weights, _ = train(mesh, WRONG_STEPS, **changed)
-        off = [furthest(gradients, gradients_alone, {}),
-               furthest(weights, weights_alone[WRONG_STEPS], weights_alone[0])]
+        off = [
+            furthest(gradients, gradients_alone, {}),
+            furthest(weights, weights_alone[WRONG_STEPS], weights_alone[0]),
+        ]
         log(f"{way:<38}{off[0]:9.1e} {off[1]:9.1e}")
         if not (off[1] > 1e-4 and (off[0] < 1e-10 if "norm_of_model" in changed else off[0] > 0.1)):
             raise RuntimeError(f"{way}: off by {off}")
@@ -278,9 +286,16 @@ def train_alone():
 
 def furthest(found, expected, start):
     """By how much the worst tensor of all stages is off, relative to its way from start."""
-    worst = torch.stack([(tensor - expected[name]).norm()
-                         / (expected[name] - start.get(name, 0)).norm()
-                         for name, tensor in found.items()]).max().item()
+    worst = (
+        torch.stack(
+            [
+                (tensor - expected[name]).norm() / (expected[name] - start.get(name, 0)).norm()
+                for name, tensor in found.items()
+            ]
+        )
+        .max()
+        .item()
+    )
     return torch.tensor(gathered(worst)).max().item()  # Python's max may lose a nan
 
 

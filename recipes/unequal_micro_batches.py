@@ -104,16 +104,20 @@ def compare_weighings():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     every_batch = make_micro_batches(MICRO_BATCHES * world_size)
     counts = [(targets != PADDING).sum().item() for _, targets in every_batch]
-    log(f"{MICRO_BATCHES} micro-batches on each of {world_size} ranks, of {min(counts)} to"
-        f" {max(counts)} tokens; compared with one batch of {sum(counts)}")
+    log(
+        f"{MICRO_BATCHES} micro-batches on each of {world_size} ranks, of {min(counts)} to"
+        f" {max(counts)} tokens; compared with one batch of {sum(counts)}"
+    )
     whole = new_language_model()  # one process, one batch
     token_loss(whole, *map(torch.cat, zip(*every_batch, strict=True)), "mean").backward()
     expected = flat_gradient(whole)
     off = {}
-    for name, way in [("sum over all tokens", sum_over_all_tokens),
-                      ("mean of means", mean_of_means),
-                      ("sum over own tokens", sum_over_own_tokens),
-                      ("factor forgotten", without_factor)]:
+    for name, way in [
+        ("sum over all tokens", sum_over_all_tokens),
+        ("mean of means", mean_of_means),
+        ("sum over own tokens", sum_over_own_tokens),
+        ("factor forgotten", without_factor),
+    ]:
         model = DDP(new_language_model())
         way(model, every_batch[rank::world_size])
         off[name] = ((flat_gradient(model) - expected).norm() / expected.norm()).item()

@@ -76,8 +76,11 @@ def update_average(averaged, plain):
     # torch truncates the means of integers, so a table of indices drifts; and the mean of a mask's
     # -inf is nan. Copy these.
     for mean, latest in zip(averaged.module.buffers(), plain.buffers(), strict=True):
-        mean.copy_(torch.where(latest.isfinite() & mean.isfinite(), mean, latest)
-                   if latest.is_floating_point() else latest)
+        mean.copy_(
+            torch.where(latest.isfinite() & mean.isfinite(), mean, latest)
+            if latest.is_floating_point()
+            else latest
+        )
 
 
 def average_of(plain):
@@ -158,9 +161,14 @@ def train_and_serve(folder):
         raise RuntimeError("the buffers of the ranks are not what this file says")
     average_integers(model.module)
     resume_average(averaged, model.module)
-    show_names({"DDP(model)": model,
-                "torch.compile(DDP(model))": torch.compile(model, backend=BACKEND),
-                "AveragedModel(model.module)": averaged, "averaged.module": averaged.module})
+    show_names(
+        {
+            "DDP(model)": model,
+            "torch.compile(DDP(model))": torch.compile(model, backend=BACKEND),
+            "AveragedModel(model.module)": averaged,
+            "averaged.module": averaged.module,
+        }
+    )
 
     right, wrong = os.path.join(folder, "right.pt"), os.path.join(folder, "wrong.pt")
     save_plain(averaged, right, dist.get_rank())
@@ -177,16 +185,20 @@ def versions_of_buffers(*modules):
 
 def average_integers(plain):
     """Average a table that never changes: its average must be the same table."""
+
     def table(model):
         return next(b for name, b in model.named_buffers() if name.endswith("table"))
+
     changed = []
     for way in (AveragedModel.update_parameters, update_average):
         averaged = average_of(plain)
         for _ in range(50):
             way(averaged, plain)
         changed.append((table(averaged) != table(plain)).sum().item())
-    log(f"integers after 50 updates: {changed[0]} of {len(table(plain))} are wrong; with those"
-        f" copied: {changed[1]}")
+    log(
+        f"integers after 50 updates: {changed[0]} of {len(table(plain))} are wrong; with those"
+        f" copied: {changed[1]}"
+    )
     if not changed[0] > changed[1] == 0:
         raise RuntimeError("the average of integers is not what this file says")
 
@@ -209,12 +221,18 @@ def resume_average(averaged, plain):
 
 def show_names(models):
     """Log the name that the first layer's weight has in each model, and check it."""
-    found = {what: next(name for name in model.state_dict() if name.endswith("0.weight"))
-             for what, model in models.items()}
+    found = {
+        what: next(name for name in model.state_dict() if name.endswith("0.weight"))
+        for what, model in models.items()
+    }
     for what, name in found.items():
         log(f"{what:<27} saves {name}")
-    if list(found.values()) != ["module.0.weight", "_orig_mod.module.0.weight", "module.0.weight",
-                                "0.weight"]:
+    if list(found.values()) != [
+        "module.0.weight",
+        "_orig_mod.module.0.weight",
+        "module.0.weight",
+        "0.weight",
+    ]:
         raise RuntimeError("the names are not those that this file shows")
 
 
@@ -223,6 +241,7 @@ def load_and_compare(right, wrong, averaged, latest):
 
     def difference(loaded, trained):
         return (loaded(inputs) - trained.eval()(inputs)).abs().max().item()
+
     off = difference(load_plain(right), averaged)
     log(f"averaged.module, loaded by the plain model:   outputs differ by {off:.1e}")
     try:

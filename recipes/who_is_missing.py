@@ -105,6 +105,7 @@ def save_record_at_sigterm(folder):
         there.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     os.register_at_fork(after_in_child=in_fork)
     threading.Thread(target=wait, daemon=True).start()
 
@@ -138,15 +139,20 @@ def first_difference(records, group="default_pg"):
     made = {}  # {rank: {number of the call: call}}
     for rank, record in enumerate(records):
         if record is not None:
-            made[rank] = {entry["collective_seq_id"]: call_of(entry) for entry in record["entries"]
-                          if entry["process_group"][1] == group and not entry["is_p2p"]}
+            made[rank] = {
+                entry["collective_seq_id"]: call_of(entry)
+                for entry in record["entries"]
+                if entry["process_group"][1] == group and not entry["is_p2p"]
+            }
     numbers = sorted(set().union(*made.values()))
     if not numbers:
         raise RuntimeError(f"no calls of group {group!r}: is the recorder off? (NCCL has its own.)")
     first = max(min(calls, default=1) for calls in made.values())  # older ones can be gone
     for number in range(first, numbers[-1] + 1):
-        calls = {rank: calls.get(number, Call(made=max(calls, default=0)))
-                 for rank, calls in made.items()}
+        calls = {
+            rank: calls.get(number, Call(made=max(calls, default=0)))
+            for rank, calls in made.items()
+        }
         # The frames may differ: ranks often make one call from an if and from its else.
         if len({(call.kind, call.sizes) for call in calls.values()}) > 1:
             return number, {rank: calls.get(rank) for rank in range(len(records))}
@@ -164,8 +170,11 @@ def call_of(entry):
 
 def describe(number, calls):
     """Return a line for each rank, with one above them, about what first_difference() found."""
-    lines = [f"call {number} is the first that differs" if number else
-             "all calls have one kind and size (the record has no src, dst and op)"]
+    lines = [
+        f"call {number} is the first that differs"
+        if number
+        else "all calls have one kind and size (the record has no src, dst and op)"
+    ]
     for rank, call in calls.items():
         if call is None:
             lines.append(f"rank {rank} wrote no record: it is dead, or busy outside torch")
@@ -218,12 +227,18 @@ def main():
 def show_both(folder):
     error, number, calls = hang(validate_on_rank_0, folder)
     log(f"the error says only: {error}")
-    if number != 4 or not (is_call(calls[0], "all_reduce", "validate") and all(
-            is_call(call, "broadcast", "validate_on_rank_0") for call in calls[1:])):
+    if number != 4 or not (
+        is_call(calls[0], "all_reduce", "validate")
+        and all(is_call(call, "broadcast", "validate_on_rank_0") for call in calls[1:])
+    ):
         raise RuntimeError(f"the call that rank 0 made alone is not found: {number}, {calls}")
     error, number, (*others, last) = hang(stuck_in_loader, folder)
-    if number != 4 or not last or (last.kind, last.made) != ("", 3) or not all(
-            is_call(call, "all_reduce", "average_gradients") for call in others):
+    if (
+        number != 4
+        or not last
+        or (last.kind, last.made) != ("", 3)
+        or not all(is_call(call, "all_reduce", "average_gradients") for call in others)
+    ):
         raise RuntimeError(f"the rank that is missing is not found: {number}, {others}, {last}")
     log("both faults found: the rank, and the line of each call that was made")
 

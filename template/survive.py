@@ -72,14 +72,23 @@ def start(timeout=600):
         if SHARED_STORE and one_machine:  # torchrun served it before it started this rank, or died
             socket.create_connection(address).close()
         store = dist.TCPStore(  # torchrun's, or rank 0 serves it. Do not wait yet: roll_call does
-            *address, timeout=limit, is_master=rank == 0 and not SHARED_STORE,
-            wait_for_workers=False, multi_tenant=True)
+            *address,
+            timeout=limit,
+            is_master=rank == 0 and not SHARED_STORE,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         if one_machine:  # torchrun's store has the addresses of the dead (pytorch issue 135712)
             store = dist.PrefixStore(f"attempt {attempt}", store)
         roll_call(store, rank, world_size, timeout)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit,
-            device_id=device if device.type == "cuda" else None)  # (xpu: a Gloo group would fail)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )  # (xpu: a Gloo group would fail)
     except Exception as error:  # names, store and connections raise different types
         stop(explain(error, one_machine), status=1)
     show = sys.excepthook
@@ -130,6 +139,7 @@ def cores():
 
 def roll_call(store, rank, world_size, timeout):
     """Wait for all ranks: rank 0 for each, the others for its word (N requests, not N x N)."""
+
     def come(keys, seconds):
         with contextlib.suppress(dist.DistStoreError):  # (check() would ask without a limit)
             return store.wait(keys, timedelta(seconds=seconds)) is None
@@ -149,11 +159,15 @@ def roll_call(store, rank, world_size, timeout):
 def explain(error, one_machine):
     """Return one line: the likeliest cause, its cure, and what torch said."""
     server, said = "torchrun" if SHARED_STORE else "rank 0", repr(error)[:300]
-    cause = (f"look for an error of {server} on {os.environ['MASTER_ADDR']}, or run"
-             " launch/check_machines.py on each machine: it finds out why")
+    cause = (
+        f"look for an error of {server} on {os.environ['MASTER_ADDR']}, or run"
+        " launch/check_machines.py on each machine: it finds out why"
+    )
     if "remote=[127." in said or "remote=[::1" in said:
-        cause = ("a machine gives the others an address that they cannot reach: set"
-                 " GLOO_SOCKET_IFNAME to an interface that ip -br address shows")
+        cause = (
+            "a machine gives the others an address that they cannot reach: set"
+            " GLOO_SOCKET_IFNAME to an interface that ip -br address shows"
+        )
     if SHARED_STORE and not one_machine and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         cause = f"a restart finds the addresses of the dead: set {NEW_STORES}"
     return f"{cause} ({said})"
@@ -243,13 +257,19 @@ class Snapshot:
                 step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
                 mine = step, self.known, socket.gethostname(), len(content)
             except Exception as error:  # a damaged file can raise almost any exception
-                stop(f"cannot continue from {path} ({repr(error)[:300]}): if it is damaged, move it"
-                     " away to start anew; if it is another script's, choose another path", 1)
+                stop(
+                    f"cannot continue from {path} ({repr(error)[:300]}): if it is damaged, move it"
+                    " away to start anew; if it is another script's, choose another path",
+                    1,
+                )
         found = gathered(mine)
         jobs = {its[1][0]: its[2] for its in found if its and its[1]}
         if len(jobs) > 1:  # the one that has trained longer would replace the other
-            stop(f"{' and '.join(jobs.values())} have snapshots of different jobs: move away {path}"
-                 " on each machine whose job is not to go on", 1)
+            stop(
+                f"{' and '.join(jobs.values())} have snapshots of different jobs: move away {path}"
+                " on each machine whose job is not to go on",
+                1,
+            )
         self.job = next(iter(jobs), self.job)
         if not any(found):
             return new
@@ -264,11 +284,17 @@ class Snapshot:
                 part.load_state_dict(state.pop(name))
             plan = state.pop("plan")
         except Exception as error:
-            stop(f"cannot continue from {path} ({repr(error)[-400:]}): it is whole, but not of this"
-                 " model and these parts, or memory is short: keep it, or choose another path", 1)
+            stop(
+                f"cannot continue from {path} ({repr(error)[-400:]}): it is whole, but not of this"
+                " model and these parts, or memory is short: keep it, or choose another path",
+                1,
+            )
         if plan != self.plan:
-            stop(f"{path} goes on with batches of {plan}, as before: with {self.plan}, some would"
-                 " come twice or never", 1)
+            stop(
+                f"{path} goes on with batches of {plan}, as before: with {self.plan}, some would"
+                " come twice or never",
+                1,
+            )
         if self.writer and self.known != known:  # if the others die now, this disk must have it
             save(content, path)
             self.known = known
@@ -288,8 +314,11 @@ class Snapshot:
         if self.writer:  # two halves of a job may train on after a cut
             with contextlib.suppress(FileNotFoundError), zipfile.ZipFile(self.path) as archive:
                 if json.loads(archive.comment or "null") != self.known:
-                    stop(f"another job, or a lost part of this one, has written {self.path}"
-                         " meanwhile: its file stays. End one, or give it another path", 1)
+                    stop(
+                        f"another job, or a lost part of this one, has written {self.path}"
+                        " meanwhile: its file stays. End one, or give it another path",
+                        1,
+                    )
             # Who wrote it is no part of the state: runs that end alike have equal states.
             self.known = [self.job, self.attempt, str(numbers["step"])]
             states = {name: part.state_dict() for name, part in self.parts.items()}
@@ -319,10 +348,16 @@ def save(state, path, written_by=None):
         try:  # mmap: this reads few bytes
             raw or torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            strange = [f"{name} is a {type(leaf)}" for name, leaf in leaves(state)
-                       if type(leaf).__module__.partition(".")[0] not in ("builtins", "torch")]
-            stop(f"{path} stays as it was, since the new one could not be loaded: save tensors and"
-                 f" plain numbers ({(strange or [repr(error)[:300]])[0]})", 1)
+            strange = [
+                f"{name} is a {type(leaf)}"
+                for name, leaf in leaves(state)
+                if type(leaf).__module__.partition(".")[0] not in ("builtins", "torch")
+            ]
+            stop(
+                f"{path} stays as it was, since the new one could not be loaded: save tensors and"
+                f" plain numbers ({(strange or [repr(error)[:300]])[0]})",
+                1,
+            )
         os.replace(temporary, target)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         stop(f"cannot write {path}, which stays as it was; is the disk full? ({error})", 1)
@@ -371,15 +406,23 @@ def settled(*models):
     three ranks or more, the rounding. Without this pass, a resumed run ends with other weights.
     """
     # On the CPU: at a resume, GPUs hold the optimizer's state already.
-    states = [{name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
-               for name, value in model.state_dict().items()} for model in models]
+    states = [
+        {
+            name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
+            for name, value in model.state_dict().items()
+        }
+        for model in models
+    ]
     yield
     for model, state in zip(models, states, strict=True):
         try:
             model.load_state_dict(state)
         except RuntimeError as error:  # a snapshot could not be loaded, either
-            stop(f"the first forward has changed the model ({repr(error)[-200:]}): make all buffers"
-                 " in __init__, or with register_buffer(..., persistent=False)", 1)
+            stop(
+                f"the first forward has changed the model ({repr(error)[-200:]}): make all buffers"
+                " in __init__, or with register_buffer(..., persistent=False)",
+                1,
+            )
         model.zero_grad()
 
 
@@ -410,15 +453,20 @@ def compare(**parts):
         try:
             rows.append((name, *checksum(leaf)))
         except Exception as error:  # of many types: a lock, a function, a sparse tensor
-            stop(f"cannot compare {name}, a {type(leaf).__qualname__} ({repr(error)[:200]}): give"
-                 " tensors, NumPy arrays, numbers and texts", 1)
+            stop(
+                f"cannot compare {name}, a {type(leaf).__qualname__} ({repr(error)[:200]}): give"
+                " tensors, NumPy arrays, numbers and texts",
+                1,
+            )
     if len({*gathered(checksum(rows))}) > 1:
         for row in itertools.zip_longest(*gathered(rows), fillvalue=("the number of values", "")):
             if len({*row}) > 1:
                 each = dict.fromkeys(row)
                 found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in each)
-                raise RuntimeError(f"the ranks differ in {row[0][0]} ({found[:500]}): look for"
-                                   " \"the ranks differ\" in template/README.md")
+                raise RuntimeError(
+                    f"the ranks differ in {row[0][0]} ({found[:500]}): look for"
+                    ' "the ranks differ" in template/README.md'
+                )
     return checksum([(name, digest) for name, _, digest in rows])[1]
 
 
@@ -433,7 +481,8 @@ def checksum(leaf):
     elif isinstance(leaf, set | frozenset):
         held = sorted(map(checksum, leaf))
     elif not isinstance(
-            leaf, int | float | complex | str | bytes | type | dict | list | tuple | None):
+        leaf, int | float | complex | str | bytes | type | dict | list | tuple | None
+    ):
         stored = leaf.__reduce_ex__(2)  # what pickle would store of an object
         stored = leaves(stored if isinstance(stored, str) else stored[1:])
         held = [(name, *checksum(its)) for name, its in stored]
@@ -492,6 +541,7 @@ def leave_on_sigterm(ctrl_c=False):
         answer.copy_(flag, non_blocking=True)
         arrived.record()
         return earlier
+
     return asked_to_leave
 
 

@@ -61,8 +61,10 @@ def train(device, args):
     train_set, validation_set, source = load_sets()  # your data
     count = len(train_set)
     if not world_size * args.accumulate <= args.batch_size <= count:
-        survive.stop(f"--batch-size must be from {world_size * args.accumulate} (an example for"
-                     f" each rank in each micro-batch) to {count}")
+        survive.stop(
+            f"--batch-size must be from {world_size * args.accumulate} (an example for"
+            f" each rank in each micro-batch) to {count}"
+        )
     epoch_steps, validate_every = count // args.batch_size, args.save_every
     if args.epochs:
         args.total_steps, validate_every = args.epochs * epoch_steps, epoch_steps
@@ -78,13 +80,20 @@ def train(device, args):
     # The average of the weights over the last steps (EMA): validated, and saved as the best.
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
     optimizer = torch.optim.AdamW(  # your optimizer; groups of parameters as on one GPU
-        model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.1
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # your schedule, by steps
-        optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps))
+        optimizer, functools.partial(warm_up_and_cosine, total_steps=args.total_steps)
+    )
     # Whatever has a state_dict() is a part: in fp16, your GradScaler, too.
     snapshot = survive.Snapshot(
-        args.snapshot_path, f"{args.batch_size} of {count} examples, seed {SEED}",
-        model=model, averaged=averaged, optimizer=optimizer, scheduler=scheduler)
+        args.snapshot_path,
+        f"{args.batch_size} of {count} examples, seed {SEED}",
+        model=model,
+        averaged=averaged,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
     # All else that changes, as plain numbers or tensors. due: the step is to be validated.
     # loss_sum: over the steps since the last validation. rows: of the log.
     now = snapshot.load(step=0, due=False, loss_sum=0.0, best={"step": 0}, rows=[])
@@ -116,8 +125,10 @@ def train(device, args):
             rows.append({"step": step, "training_loss": mean, **metrics})
             if snapshot.writer:
                 write_log(rows, f"{name}.csv")
-            log(f"step {step:4d}/{args.total_steps} | training loss {mean:.4f} | validation loss"
-                f" {metrics['loss']:.4f} | best after step {best['step']}")
+            log(
+                f"step {step:4d}/{args.total_steps} | training loss {mean:.4f} | validation loss"
+                f" {metrics['loss']:.4f} | best after step {best['step']}"
+            )
             clock, reported = time.perf_counter(), step
             if args.patience and step - best["step"] >= args.patience * validate_every:  # on all
                 log(f"stopped early: no better validation since step {best['step']}")
@@ -143,8 +154,10 @@ def train(device, args):
         if step % REPORT_EVERY == 0 or step == args.total_steps:
             loss = loss.item()  # waits for the GPU: the clock must count finished work
             speed = (step - reported) * args.batch_size / (time.perf_counter() - clock)
-            log(f"step {step:4d}/{args.total_steps} | loss {loss:.4f} | rate {rate:.2e}"
-                f" | norm {norm.item():5.2f} | {speed:5.0f} examples/s")
+            log(
+                f"step {step:4d}/{args.total_steps} | loss {loss:.4f} | rate {rate:.2e}"
+                f" | norm {norm.item():5.2f} | {speed:5.0f} examples/s"
+            )
             clock, reported = time.perf_counter(), step
         due = step % validate_every == 0 or step == args.total_steps
         leaving = asked_to_leave() and step < args.total_steps  # has any rank got SIGTERM?
@@ -253,9 +266,14 @@ def loader_of(dataset, lists):
     """Return a DataLoader that yields (batch, its size) for each list of (epoch, place, item)."""
     # fork: other ways to start import torch anew in each worker. timeout: a batch may get lost.
     return DataLoader(
-        SeededItems(dataset), batch_sampler=lists, num_workers=WORKERS, timeout=120 * bool(WORKERS),
+        SeededItems(dataset),
+        batch_sampler=lists,
+        num_workers=WORKERS,
+        timeout=120 * bool(WORKERS),
         collate_fn=lambda items: (default_collate(items), len(items)),  # or your collate_fn
-        worker_init_fn=survive.obey_rank, multiprocessing_context="fork" if WORKERS else None)
+        worker_init_fn=survive.obey_rank,
+        multiprocessing_context="fork" if WORKERS else None,
+    )
 
 
 class GPT(nn.Module):
@@ -267,8 +285,17 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.dropout = nn.Dropout(DROPOUT)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, DROPOUT, nn.functional.gelu,
-                                       batch_first=True, norm_first=True) for _ in range(LAYERS))
+            nn.TransformerEncoderLayer(
+                WIDTH,
+                HEADS,
+                4 * WIDTH,
+                DROPOUT,
+                nn.functional.gelu,
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(LAYERS)
+        )
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
 
     def forward(self, text):

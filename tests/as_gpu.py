@@ -25,8 +25,11 @@ over_cpu, default_device = set(), []  # groups of Gloo, by name
 
 
 def tensors_in(*values):  # a DTensor is left to its own checks
-    return [t for t in tree_leaves(values)
-            if isinstance(t, torch.Tensor) and not hasattr(t, "device_mesh")]
+    return [
+        t
+        for t in tree_leaves(values)
+        if isinstance(t, torch.Tensor) and not hasattr(t, "device_mesh")
+    ]
 
 
 def defaults():
@@ -47,12 +50,16 @@ def defaults():
 def checked(call):
     def collective(group, *args, **kwargs):
         for t in tensors_in(args, kwargs) if group.group_name not in over_cpu else []:
-            if not (t.is_contiguous() or t.dim() == 4
-                    and t.is_contiguous(memory_format=torch.channels_last)):
+            if not (
+                t.is_contiguous()
+                or t.dim() == 4
+                and t.is_contiguous(memory_format=torch.channels_last)
+            ):
                 raise ValueError("Tensors must be contiguous")
             if getattr(t, "on_gpu", True) is False:
                 raise RuntimeError("No backend type associated with device type cpu")
         return call(group, *args, **kwargs)
+
     return collective
 
 
@@ -74,14 +81,18 @@ class OneGPU(TorchFunctionMode):
     """Marks tensors by .on_gpu: True, False, or not at all, if it is not known."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name, by_script = kwargs or {}, getattr(func, "__name__", ""), (
-            not sys._getframe(1).f_code.co_filename.startswith(TORCH))
+        kwargs, name, by_script = (
+            kwargs or {},
+            getattr(func, "__name__", ""),
+            (not sys._getframe(1).f_code.co_filename.startswith(TORCH)),
+        )
         given = tensors_in(args, kwargs)
         known = [t for t in given if hasattr(t, "on_gpu")]
         if len({t.on_gpu for t in known if t.dim()}) > 1 and name not in MAY_MIX:
             raise RuntimeError(f"Expected all tensors to be on the same device, in {name}")
         asked = default_device * (not given) + [
-            d for d in (*args, kwargs.get("device")) if isinstance(d, torch.device)]
+            d for d in (*args, kwargs.get("device")) if isinstance(d, torch.device)
+        ]
         result = func(*args, **kwargs)
         if name == "__set__" and known:
             args[0].on_gpu = known[-1].on_gpu

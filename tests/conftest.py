@@ -15,8 +15,18 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Variables for the caller's own jobs, and a proxy, would change what the tests see.
 for name in list(os.environ):
-    if name == "RANK" or name.startswith(("OMP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "WORLD_",
-                                          "TORCHELASTIC_", "TORCH_DISTRIBUTED_")):  # fmt: skip
+    if name == "RANK" or name.startswith(
+        (
+            "OMP_",
+            "MASTER_",
+            "LOCAL_",
+            "GROUP_",
+            "ROLE_",
+            "WORLD_",
+            "TORCHELASTIC_",
+            "TORCH_DISTRIBUTED_",
+        )
+    ):
         del os.environ[name]
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
@@ -47,6 +57,7 @@ def pytest_xdist_make_scheduler(config, log):
             long = config.option.markexpr == "long"
             found = re.search(alone if long else "answer", nodeid)
             return nodeid if found else nodeid.partition("::")[0]
+
     return ByFile(config, log)
 
 

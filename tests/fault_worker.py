@@ -32,6 +32,7 @@ def place_of(moment):
 
 def with_strike(function, moment, strike):
     """The function, but strike() is called in front of it, behind it, or in its middle."""
+
     def call(*args, **kwargs):
         if moment == "writing":
             state, file = args

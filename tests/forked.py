@@ -33,9 +33,17 @@ forkserver = multiprocessing.get_context("forkserver")
 # threads ask at the same moment, one of them finds the exit code gone, and reports 255.
 asking = threading.Lock()
 # All that the scripts and the tests' own modules import: else each process imports it anew.
-forkserver.set_forkserver_preload([
-    "torch", "torch._dynamo", "torch.distributed.elastic.multiprocessing.errors",
-    "torch.distributed.pipelining", "torchvision.datasets", "pytest", "digits"])
+forkserver.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.elastic.multiprocessing.errors",
+        "torch.distributed.pipelining",
+        "torchvision.datasets",
+        "pytest",
+        "digits",
+    ]
+)
 
 
 def fork(script, *arguments, cwd, timeout=LIMIT / 2, before=None, env=None, environments=None):
@@ -52,19 +60,30 @@ def fork_workers(script, cwd, world_size=2, timeout=60, before=None, **args):
         return _fork(script, [], [{}] * world_size, cwd, timeout, before, workers)
 
 
-def fork_ranks(script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=LIMIT,
-               before=None):
+def fork_ranks(
+    script, *arguments, cwd, world_size=2, nodes=1, max_restarts=0, timeout=LIMIT, before=None
+):
     """Run ROOT/script in world_size forked processes, as torchrun would on that many nodes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output, status, local = "", None, world_size // nodes
     for attempt in range(max_restarts + 1):
-        environments = [{"RANK": str(rank), "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
-            "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(nodes),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)} for rank in range(world_size)]
+        environments = [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank % local),
+                "LOCAL_WORLD_SIZE": str(local),
+                "GROUP_RANK": str(rank // local),
+                "GROUP_WORLD_SIZE": str(nodes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RUN_ID": "test",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            }
+            for rank in range(world_size)
+        ]
         result = _fork(script, arguments, environments, cwd, timeout, before)
         output, status = output + result.output, result.status
         if status == 0:
@@ -77,9 +96,13 @@ def _fork(script, arguments, environments, cwd, timeout, before, workers=None):
     script = pathlib.Path(script) if pathlib.Path(script).is_absolute() else ROOT / script
     with tempfile.NamedTemporaryFile() as output:
         workers = workers or [None] * len(environments)
-        processes = [forkserver.Process(target=run_script, args=(
-            script, arguments, env, str(cwd), output.name, before, worker))
-            for env, worker in zip(environments, workers, strict=True)]
+        processes = [
+            forkserver.Process(
+                target=run_script,
+                args=(script, arguments, env, str(cwd), output.name, before, worker),
+            )
+            for env, worker in zip(environments, workers, strict=True)
+        ]
         for process in processes:
             with asking:
                 process.start()
@@ -177,7 +200,10 @@ def pretend_gpus(count=1, kind="cuda"):
     """Torch says that there are so many GPUs, with any build of torch."""
     vars(torch.accelerator).update(
         current_accelerator=lambda check_available=False: torch.device(kind),
-        is_available=lambda: True, device_count=lambda: count, set_device_index=lambda index: None)
+        is_available=lambda: True,
+        device_count=lambda: count,
+        set_device_index=lambda index: None,
+    )
 
 
 def come_late():
@@ -209,7 +235,8 @@ def play_machine():
     addresses = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
     look_up = socket.getaddrinfo
     socket.getaddrinfo = lambda name, *args, **kwargs: look_up(
-        addresses.get(name, name), *args, **kwargs)
+        addresses.get(name, name), *args, **kwargs
+    )
 
 
 def own_disk():

@@ -24,9 +24,16 @@ class Lab:
     def __call__(self, *words, check=True):
         """Call launch/lab with these words; return its output."""
         result = subprocess.run(
-            [LAB, *map(str, words)], env={**os.environ, **self.env}, cwd=self.cwd,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=120, check=False)
+            [LAB, *map(str, words)],
+            env={**os.environ, **self.env},
+            cwd=self.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         if check and result.returncode:
             raise RuntimeError(result.stdout)
         return result.stdout
@@ -47,8 +54,9 @@ class Lab:
         self("down")
 
     def start(self, node, *command, **env):
-        self.jobs.append(Job(start(LAB, "run", node, *command, cwd=self.cwd,
-                                   env={**self.env, **env})))  # fmt: skip
+        self.jobs.append(
+            Job(start(LAB, "run", node, *command, cwd=self.cwd, env={**self.env, **env}))
+        )
         return self.jobs[-1]
 
     def run(self, *calls, timeout=300, **env):
@@ -70,10 +78,12 @@ class Job:
 
     def wait_for(self, pattern, after=0, timeout=90):
         """Return (moment, line) of the first line after that moment that matches the pattern."""
+
         def found():
             ended = self.process.poll() is not None and not self.reader.is_alive()
-            lines = [line for line in list(self.lines)
-                     if line[0] > after and re.search(pattern, line[1])]
+            lines = [
+                line for line in list(self.lines) if line[0] > after and re.search(pattern, line[1])
+            ]
             assert lines or not ended, f"ended without {pattern!r}:\n{self.output()}"
             return lines[:1]
 

@@ -25,8 +25,11 @@ import tempfile
 import time
 from collections import Counter
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",  # one thread: it can be forked
-               "FORK_LIMIT": "40"}  # seconds, after which a test fails
+os.environ |= {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # one thread: it can be forked
+    "FORK_LIMIT": "40",
+}  # seconds, after which a test fails
 
 import pytest
 import torch._dynamo  # noqa: F401
@@ -34,9 +37,18 @@ import torchvision.datasets  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TURNED = {
-    ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.In: ast.NotIn, ast.Is: ast.IsNot,
-    ast.Add: ast.Sub, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
-    ast.BitOr: ast.BitAnd, ast.Or: ast.And}
+    ast.Eq: ast.NotEq,
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.In: ast.NotIn,
+    ast.Is: ast.IsNot,
+    ast.Add: ast.Sub,
+    ast.Mult: ast.Div,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.Or: ast.And,
+}
 TURNED |= {new: old for old, new in TURNED.items() if new is not ast.Mult}
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.If)
 
@@ -73,12 +85,19 @@ def mutants(text):
     bound_once = set()
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.Module):
-            names = Counter(n.id for n in ast.walk(function)
-                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))  # fmt: skip
+            names = Counter(
+                n.id
+                for n in ast.walk(function)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
             for node in ast.walk(function):
                 if isinstance(node, ast.Assign):
-                    stored = [n.id for t in node.targets for n in ast.walk(t)
-                              if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+                    stored = [
+                        n.id
+                        for t in node.targets
+                        for n in ast.walk(t)
+                        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                    ]
                     if stored and all(names[name] == 1 for name in stored):
                         bound_once.add(node)
     for parent in ast.walk(tree):
@@ -120,9 +139,12 @@ def tests_of(scripts):
         if script.parent == ROOT:
             names.append(script.name[:2])
             if names[-1] in ("01", "02", "03"):
-                shared += ["tests/test_02_torchrun_elastic.py", "tests/test_jobs.py",
-                           "tests/test_swap.py",
-                           "tests/test_lessons.py::test_the_generated_set_is_the_same_everywhere"]
+                shared += [
+                    "tests/test_02_torchrun_elastic.py",
+                    "tests/test_jobs.py",
+                    "tests/test_swap.py",
+                    "tests/test_lessons.py::test_the_generated_set_is_the_same_everywhere",
+                ]
         elif script.parent.name == "template":
             names.append("template")
             own += ["tests/test_template.py", "tests/test_faults.py"]
@@ -162,7 +184,8 @@ def noticed_by(original, script, changed, timeout):
             (folder / path.relative_to(ROOT)).write_text(new)
         while True:
             process = multiprocessing.get_context("fork").Process(
-                target=run_tests, args=(folder, arguments + skipped, output))  # fmt: skip
+                target=run_tests, args=(folder, arguments + skipped, output)
+            )
             process.start()
             process.join(max(1, deadline - time.monotonic()))
             if process.is_alive():
@@ -193,8 +216,9 @@ def main():
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work
         original = pathlib.Path(folder, "original")
-        shutil.copytree(ROOT, original, ignore=shutil.ignore_patterns(
-            ".git", ".venv", "data", "__pycache__"))
+        shutil.copytree(
+            ROOT, original, ignore=shutil.ignore_patterns(".git", ".venv", "data", "__pycache__")
+        )
         alarm = noticed_by(original, script, script.read_text(), 2 * args.timeout)
         assert alarm == (None, ""), f"without any change: {alarm}"
         for line, shown, changed in drawn:

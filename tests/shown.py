@@ -18,23 +18,44 @@ README = ROOT / "README.md"
 LAUNCH = ROOT / "launch/README.md"
 PITFALLS = ROOT / "pitfalls/README.md"
 JOB = ROOT / "docs/how_a_job_starts.md"
-DOCUMENTS = [README, *sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"),
-                              ROOT / "template/example/README.md", ROOT / "template/machines.md",
-                              *ROOT.glob("docs/*.md")} - {README})]
+DOCUMENTS = [
+    README,
+    *sorted(
+        {
+            *ROOT.glob("*.md"),
+            *ROOT.glob("[!.]*/README.md"),
+            ROOT / "template/example/README.md",
+            ROOT / "template/machines.md",
+            *ROOT.glob("docs/*.md"),
+        }
+        - {README}
+    ),
+]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
-KILL_TEST = ("python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
-             " --nproc-per-node=2 --max-restarts=3 template/train.py")
-CHECK_TRAINING = ("python launch/check_training.py --picture steps.svg -- torchrun --standalone"
-                  " --nproc-per-node=2 train.py")
+KILL_TEST = (
+    "python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
+    " --nproc-per-node=2 --max-restarts=3 template/train.py"
+)
+CHECK_TRAINING = (
+    "python launch/check_training.py --picture steps.svg -- torchrun --standalone"
+    " --nproc-per-node=2 train.py"
+)
 EXERCISE = "python exercises/03_average_gradients.py, with a sum, and with --solution"
 FOLDER = ROOT / "docs/transcripts"
 PICTURES = ROOT / "docs/pictures"
-FENCE = re.compile(r"(?:^ *<!-- block: ([^\n]+) -->\n)?^( *)```([^\n]*)\n(.*?)^\2```$",
-                   re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(?:^ *<!-- block: ([^\n]+) -->\n)?^( *)```([^\n]*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
+)
 BLOCK = re.compile(
-    r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OFFICIAL = ("https://docs.pytorch.org/", "https://pytorch.org/get-started/",
-            "https://github.com/pytorch/", "https://github.com/python/", "https://arxiv.org/abs/")
+    r"<!-- from docs/transcripts/(\w+\.txt) -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
+OFFICIAL = (
+    "https://docs.pytorch.org/",
+    "https://pytorch.org/get-started/",
+    "https://github.com/pytorch/",
+    "https://github.com/python/",
+    "https://arxiv.org/abs/",
+)
 
 
 def named_blocks():
@@ -88,6 +109,7 @@ def of_ranks(result):
 def missing(name, result, exact="^$"):
     """The lines of a transcript that a run has not printed as often: whatever their numbers, or,
     if they match exact, with the same ones."""
+
     def counted(lines):
         return Counter(masked(lines) + [line for line in lines if re.search(exact, line)])
 
@@ -104,8 +126,11 @@ def write(path, command, lines):
         if name != path.name:
             return found[0]
         # All lines, in the order in which they came this time, or those like the old ones.
-        new = lines if len(old) == len(lines) else [
-            next(line for line in rest if masked([line]) == masked([shown])) for shown in old]
+        new = (
+            lines
+            if len(old) == len(lines)
+            else [next(line for line in rest if masked([line]) == masked([shown])) for shown in old]
+        )
         return "\n".join([f"<!-- from docs/transcripts/{name} -->", "```text", *new, "```"])
 
     for document in DOCUMENTS:

@@ -46,8 +46,10 @@ class Result:
 
     def epochs(self):
         """{epoch: (loss, accuracy)} as rank 0 reported them, the last report of an epoch."""
-        found = self.numbers(r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+)"
-                             r" \| +\d+ images/s(?: \|.*)?")
+        found = self.numbers(
+            r"epoch +(\d+)/\d+ \| loss ([\d.]+) \| accuracy ([\d.]+)"
+            r" \| +\d+ images/s(?: \|.*)?"
+        )
         return {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in found}
 
     def saved(self):
@@ -87,9 +89,15 @@ def start(*command, cwd, env=None):
     # Every descendant inherits it. (torchrun's workers have sessions of their own.)
     mark = f"STARTED_BY_TEST={uuid.uuid4().hex}"
     env = {**os.environ, **(env or {}), **dict([mark.split("=")])}
-    process = subprocess.Popen([str(word) for word in command], cwd=cwd, text=True,
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        text=True,
         env={name: value for name, value in env.items() if value is not None},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     process.mark = mark
     return process
 

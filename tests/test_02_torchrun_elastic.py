@@ -35,8 +35,9 @@ def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, mnist_dir, wo
     of the attempt before."""
     arguments, job = (4, 2, "--data-dir", mnist_dir), {"world_size": world_size}
     whole = train(tmp_path / "whole", *arguments, **job).ok()
-    killed = train(tmp_path / "killed", *arguments, "--crash-epoch", 4, max_restarts=1,
-                   before=come_late, **job)
+    killed = train(
+        tmp_path / "killed", *arguments, "--crash-epoch", 4, max_restarts=1, before=come_late, **job
+    )
     assert killed.status == 0 and killed.attempts == 2, killed.output
     assert "crash on purpose, before this epoch is saved" in killed.lines(world_size - 1)
     assert "attempt 1: resumed from snapshot.pt at epoch 3" in killed.lines(0)
@@ -67,7 +68,8 @@ def test_a_wrong_start_ends_in_words(tmp_path):
         result = fork(SCRIPT, cwd=tmp_path, env=env)
         assert result.status == 2 and re.search(
             r"start it with: torchrun --standalone --nproc-per-node=2 .*/02_\w+.py 5 1$",
-            result.error()), result.output
+            result.error(),
+        ), result.output
 
 
 # ---- The snapshot ----
@@ -87,9 +89,12 @@ def test_all_is_on_the_disk_before_the_old_file_goes(tmp_path, monkeypatch, name
         events.append(("replaced", path.read_text(), os.path.dirname(source)))
         replace(source, target)
 
-    with (patch.object(torch, "save", lambda state, file: file.write(state)),  # and flush nothing
-          patch.object(torch.distributed, "get_rank", int),
-          patch.object(os, "fsync", watched_fsync), patch.object(os, "replace", watched_replace)):
+    with (
+        patch.object(torch, "save", lambda state, file: file.write(state)),  # and flush nothing
+        patch.object(torch.distributed, "get_rank", int),
+        patch.object(os, "fsync", watched_fsync),
+        patch.object(os, "replace", watched_replace),
+    ):
         runpy.run_path(str(ROOT / name))["save"](b"new state", "saved.pt")
     assert events == [("on the disk", 9), ("replaced", "old", "")]
     assert path.read_text() == "new state"
@@ -115,8 +120,10 @@ def test_a_bad_snapshot_is_refused_by_name_and_stays(tmp_path, monkeypatch, caps
 
     bad = [cut(length) for length in range(0, len(content), len(content) // 15)]
     bad += [plain_pickle, pickle_in_an_archive, other(model={}), other(optimizer=None)]
-    bad += [lambda path, good: torch.save({}, path),
-            lambda path, good: torch.save(torch.ones(3), path)]
+    bad += [
+        lambda path, good: torch.save({}, path),
+        lambda path, good: torch.save(torch.ones(3), path),
+    ]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert script["resume"]("none.pt", model, optimizer) == 1

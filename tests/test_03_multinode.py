@@ -18,8 +18,14 @@ SCRIPT = "03_multinode.py"
 
 def train(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2):
     folder.mkdir(exist_ok=True)
-    return fork_ranks(script, *arguments, cwd=folder, world_size=world_size, nodes=nodes,
-                      before=(play_machine, *before))  # fmt: skip
+    return fork_ranks(
+        script,
+        *arguments,
+        cwd=folder,
+        world_size=world_size,
+        nodes=nodes,
+        before=(play_machine, *before),
+    )
 
 
 apart = functools.partial(train, before=(own_disk,))
@@ -30,8 +36,11 @@ def whole(tmp_path_factory, mnist_dir):
     """(outputs of each epoch, path of the snapshot after each) of 02 on one machine, four ranks."""
     folder, paths, results = tmp_path_factory.mktemp("whole"), [], []
     for epoch in (1, 2, 3):  # 02 goes on with the same bits: test_02_torchrun_elastic.py
-        results.append(train(folder, epoch, "--data-dir", mnist_dir,
-                             script="02_torchrun_elastic.py", nodes=1).ok())
+        results.append(
+            train(
+                folder, epoch, "--data-dir", mnist_dir, script="02_torchrun_elastic.py", nodes=1
+            ).ok()
+        )
         paths.append(shutil.copy(folder / "snapshot.pt", folder / f"{epoch}.pt"))
     return results, paths
 
@@ -48,10 +57,15 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, mnist_dir,
     result = train(tmp_path / "run", 3, 2, "--data-dir", mnist_dir).ok()
     rows = [line.split() for line in result.lines(0)[1:5]]
     assert [" ".join(row[:5]) for row in rows] == [
-        "node1 0 0 0 cpu", "node1 0 1 1 cpu", "node2 1 2 0 cpu", "node2 1 3 1 cpu"]
+        "node1 0 0 0 cpu",
+        "node1 0 1 1 cpu",
+        "node2 1 2 0 cpu",
+        "node2 1 3 1 cpu",
+    ]
     assert len({row[5] for row in rows}) == 4
     assert [{epoch: said} for epoch, said in result.epochs().items()] == [
-        one.epochs() for one in whole[0]]
+        one.epochs() for one in whole[0]
+    ]
     assert_ends_as(whole, result, tmp_path / "run")
     assert result.saved() == [2, 3] and files(tmp_path / "run") == ["snapshot.pt"]
 
@@ -112,9 +126,16 @@ def test_machines_with_different_data_do_not_train(tmp_path, mnist_dir):
 
 def test_a_wrong_start_ends_in_words(tmp_path):
     """Restarts would look for dead ranks."""
-    asked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for env, message in (({}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
+    asked = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for env, message in (
+        ({}, "torchrun --standalone --nproc-per-node=2 .*/03_.* 5 1$"),
         (asked, "for restarts: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend"),
     ):
         result = fork(SCRIPT, cwd=tmp_path, env=env)

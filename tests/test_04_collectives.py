@@ -23,21 +23,25 @@ SCRIPT = "04_collectives.py"
 
 def tell_the_ends():
     """Called in a child: it prints where Gloo listens, and how the job ends; rank 0 is slow."""
+
     def told(function, what):
         def call(*args, **options):
             print(f"{what()}\n", end="", flush=True)
             return function(*args, **options)
+
         return call
 
     os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of whoever runs the tests
     dist.init_process_group = told(
-        dist.init_process_group, lambda: f"listens on {os.environ.get('GLOO_SOCKET_IFNAME')}")
+        dist.init_process_group, lambda: f"listens on {os.environ.get('GLOO_SOCKET_IFNAME')}"
+    )
     gc.collect = told(gc.collect, lambda: "frees DDP")
     dist.destroy_process_group = told(dist.destroy_process_group, lambda: "leaves")
 
     def all_reduce(*args, all_reduce=dist.all_reduce, async_op=False, **options):
         time.sleep(0.1 * (async_op and os.environ["RANK"] == "0"))  # the others compute meanwhile
         return all_reduce(*args, async_op=async_op, **options)
+
     dist.all_reduce = all_reduce
 
 
@@ -53,8 +57,10 @@ def test_every_section_shows_what_its_operation_does(tmp_path, world_size):
     assert to_come == ["12", "8", "4", "0"]  # 16 parameters; two layers fill a bucket
     moments = re.findall(r"^\[.*\]\s+([\d.]+) ms  ", result.output, re.MULTILINE)
     assert len(moments) == 6 and moments == sorted(moments, key=float), result.output
-    times = [(float(came), float(left)) for came, left in re.findall(
-        r"rank \d   (\S+) s +(\S+) s$", result.output, re.MULTILINE)]
+    times = [
+        (float(came), float(left))
+        for came, left in re.findall(r"rank \d   (\S+) s +(\S+) s$", result.output, re.MULTILINE)
+    ]
     assert len(times) == world_size and min(times)[0] == 0 and max(times)[0] < 60
     assert all(max(times)[0] <= left < 60 for _, left in times), "a barrier waits for the last"
     products = re.findall(r"rank \d   \[.*\] +(\d+)$", result.output, re.MULTILINE)
@@ -79,23 +85,51 @@ def half_an_all_reduce(tensor, *args, whole=dist.all_reduce, **options):
 
 
 # What takes the place of operations, and of functions of the script.
-NOTHING = dict.fromkeys([
-    "broadcast", "scatter", "gather", "reduce", "all_gather", "all_gather_single",
-    "reduce_scatter_single", "all_to_all_single", "broadcast_object_list", "send", "recv",
-    "barrier", "monitored_barrier", "batch_isend_irecv"], lambda *args, **options: [])
+NOTHING = dict.fromkeys(
+    [
+        "broadcast",
+        "scatter",
+        "gather",
+        "reduce",
+        "all_gather",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_to_all_single",
+        "broadcast_object_list",
+        "send",
+        "recv",
+        "barrier",
+        "monitored_barrier",
+        "batch_isend_irecv",
+    ],
+    lambda *args, **options: [],
+)
 NO_WORK = dict.fromkeys(["isend", "irecv"], lambda *_, **to: SimpleNamespace(wait=lambda: None))
 HALF = {"all_reduce": half_an_all_reduce}
 NOT_CLOSE = "Tensor-likes are not close!"
 BROKEN = [  # (the replacement, the section, what its check says)
-    *[(NOTHING, section, NOT_CLOSE) for section in (
-        "broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_to_all",
-        "send_recv", "batch_isend_irecv", "ring")],
+    *[
+        (NOTHING, section, NOT_CLOSE)
+        for section in (
+            "broadcast",
+            "scatter",
+            "gather",
+            "reduce",
+            "all_gather",
+            "reduce_scatter",
+            "all_to_all",
+            "send_recv",
+            "batch_isend_irecv",
+            "ring",
+        )
+    ],
     *[(HALF, section, NOT_CLOSE) for section in ("all_reduce", "async_op", "groups")],
     (NO_WORK, "isend_irecv", NOT_CLOSE),
     (NOTHING, "barrier", "this rank went on before the last one had come"),
     (NOTHING, "monitored_barrier", "monitored_barrier did not name rank 2: no error"),
     (NOTHING, "objects", "other objects arrived than were sent"),
-    (HALF, "ddp", "the gradients by hand are not those of DDP")]
+    (HALF, "ddp", "the gradients by hand are not those of DDP"),
+]
 
 
 def a_section_fails_when_broken(names, rank, world_size):
@@ -103,8 +137,10 @@ def a_section_fails_when_broken(names, rank, world_size):
     send_more = {"ring_all_reduce": lambda *args: ring_all_reduce(*args) + 1}
     one_bucket = {"BucketedDDP": lambda model, bucket_bytes: by_hand(model, 2**40)}
     for broken, section, message in [
-            *BROKEN, (send_more, "ring", "this rank sent 17 bytes, not 16"),
-            (one_bucket, "ddp", "no all_reduce started before the last gradient had come")]:
+        *BROKEN,
+        (send_more, "ring", "this rank sent 17 bytes, not 16"),
+        (one_bucket, "ddp", "no all_reduce started before the last gradient had come"),
+    ]:
         call, why = names["SECTIONS"][section], "passed"
         with patch.dict(vars(dist), broken), patch.dict(names, broken):
             try:
@@ -149,6 +185,7 @@ def test_the_functions(tmp_path, check):
 
 def fail_on_rank_1():
     """Called in a child: rank 1 alone fails, in the last line of a section."""
+
     def fail(*_):
         raise RuntimeError("not what was sent")
 
@@ -165,10 +202,14 @@ def test_an_error_ends_the_job(tmp_path):
     assert "== all_to_all" in result.output and "passed" not in result.output, result.output
 
 
-@pytest.mark.parametrize(("launch", "words", "message"), [
-    (fork, [], "start it with: torchrun --standalone --nproc-per-node=4 04_collectives.py\n"),
-    (partial(fork_ranks, world_size=1), [], "start it with: torchrun --standalone "),
-    (fork_ranks, ["--only", "nonsense"], "argument --only: invalid choice: 'nonsense'")])
+@pytest.mark.parametrize(
+    ("launch", "words", "message"),
+    [
+        (fork, [], "start it with: torchrun --standalone --nproc-per-node=4 04_collectives.py\n"),
+        (partial(fork_ranks, world_size=1), [], "start it with: torchrun --standalone "),
+        (fork_ranks, ["--only", "nonsense"], "argument --only: invalid choice: 'nonsense'"),
+    ],
+)
 def test_wrong_calls(tmp_path, launch, words, message):
     result = launch(SCRIPT, *words, cwd=tmp_path)
     assert result.status == 2 and f"error: {message}" in result.output, result.output

@@ -16,9 +16,15 @@ SCRIPT = "05_tcpstore.py"
 FORKS = {'get_context("spawn")': 'get_context("fork")'}  # which is fast
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    ("--role client", "needs the --port"), ("--nprocs 0", "--nprocs must be 2 or more"),
-    ("--role boss", "invalid choice: 'boss'"), ("--port 65536", "must be 0 to 65535")])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("--role client", "needs the --port"),
+        ("--nprocs 0", "--nprocs must be 2 or more"),
+        ("--role boss", "invalid choice: 'boss'"),
+        ("--port 65536", "must be 0 to 65535"),
+    ],
+)
 def test_bad_calls(tmp_path, call, message):
     result = fork(SCRIPT, *call.split(), cwd=tmp_path)
     assert result.status == 2 and message in result.error(), result.output
@@ -92,13 +98,15 @@ CASES = {
     '"process_groups", 0, {}': "0, expected 1",
     '"prefix_store", 0, {"get": [b"40", b"40"]}': "(b'40', b'40', b'7'), expected (b'7', b'4",
     '"server_ends_first", 1, {"get": [b"1", b"2", b"3"]}': "[b'2', b'3'], expected ['DistNetwork",
-    '"find_each_other", 0, {}': "0, expected 1"}
+    '"find_each_other", 0, {}': "0, expected 1",
+}
 
 
 def test_a_lesson_fails_if_the_store_answers_wrongly(tmp_path):
     cases = "".join(f"    ({case}),\n" for case in CASES)
-    script = variant(tmp_path, SCRIPT, {
-        "\nif __name__": f"{WRONG}\nCASES = [\n{cases}]\nif __name__", **FORKS})
+    script = variant(
+        tmp_path, SCRIPT, {"\nif __name__": f"{WRONG}\nCASES = [\n{cases}]\nif __name__", **FORKS}
+    )
     result = fork(script, cwd=tmp_path).ok()
     for n, message in enumerate(CASES.values()):
         assert f"\n{n}: got {message}" in f"\n{result.output}", result.output
@@ -112,8 +120,11 @@ def refuse_others_than_daemons(start=BaseProcess.start):
 
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_it_starts_its_own_processes(tmp_path, forks):
-    result = run(PYTHON, ROOT / SCRIPT, cwd=tmp_path) if not forks else fork(
-        variant(tmp_path, SCRIPT, FORKS), cwd=tmp_path, before=refuse_others_than_daemons)
+    result = (
+        run(PYTHON, ROOT / SCRIPT, cwd=tmp_path)
+        if not forks
+        else fork(variant(tmp_path, SCRIPT, FORKS), cwd=tmp_path, before=refuse_others_than_daemons)
+    )
     assert not shown.missing("05_tcpstore.txt", result.ok()), result.output
     lines = result.output.splitlines()  # with torch loaded, its log is no longer kept quiet
     assert forks or all(re.match(r"\[rank \d/3\] ", line) for line in lines)

@@ -42,8 +42,10 @@ def watch():
 
 def test_both_ways_train_alike_and_show_what_the_pages_show(tmp_path):
     """The script itself compares both with the unsplit model, and the replicas with each other."""
-    half = ("make_data = lambda old=make_data: [one[:512] for one in old()]\n"  # and tell of each
-            "make_optimizer = lambda *args, old=make_optimizer: print('made') or old(*args)")
+    half = (
+        "make_data = lambda old=make_data: [one[:512] for one in old()]\n"  # and tell of each
+        "make_optimizer = lambda *args, old=make_optimizer: print('made') or old(*args)"
+    )
     result = fork_ranks(variant(tmp_path, SCRIPT, half), cwd=tmp_path, world_size=4, before=watch)
     assert result.status == 0 and "Warning" not in result.output, result.output
     assert result.output.count("made") == 13, "4 ranks train in 3 ways, and one of them once more"
@@ -60,12 +62,19 @@ def test_both_ways_train_alike_and_show_what_the_pages_show(tmp_path):
 
 def test_the_shortest_step_is_drawn():
     def steps(stage, *starts):
-        return [[(stage, mark, speed * start, speed * (start + 1))
-                 for mark, start in zip("01ab", starts, strict=True)] for speed in (4, 2, 3)]
+        return [
+            [
+                (stage, mark, speed * start, speed * (start + 1))
+                for mark, start in zip("01ab", starts, strict=True)
+            ]
+            for speed in (4, 2, 3)
+        ]
 
     draw, lines = runpy.run_path(str(ROOT / SCRIPT))["draw"], []
-    draw.__globals__.update(log=lines.append, gathered=lambda own: [
-        own, steps(1, 11, 12, 13, 14), "those of another replica"])
+    draw.__globals__.update(
+        log=lines.append,
+        gathered=lambda own: [own, steps(1, 11, 12, 13, 14), "those of another replica"],
+    )
     draw("GPipe", [*chain(*steps(0, 10, 11, 14, 15))], microbatches=2, columns=12)
     says = "idle 33%, the bubble alone 33%; stage 0 kept the activations of 2 micro-batches"
     assert lines == ["stage 0 |0011....aabb|", "stage 1 |..0011aabb..|", f"GPipe: {says}"]
@@ -75,12 +84,19 @@ def test_the_proof_is_relative_and_the_order_depends_on_nothing_else(monkeypatch
     names, lines = runpy.run_path(str(ROOT / SCRIPT)), []
     monkeypatch.setattr(dist, "get_rank", int)
     before, after, own = torch.tensor([[1, 1], [3, 1], [3, 1 + 2**-20]])  # 2**-20 of a change of 2
-    names["log"].__globals__.update(log=lines.append, gathered=lambda one: [one],
-                                    vector=lambda _: own, train_unsplit=lambda _: (before, after))
+    names["log"].__globals__.update(
+        log=lines.append,
+        gathered=lambda one: [one],
+        vector=lambda _: own,
+        train_unsplit=lambda _: (before, after),
+    )
     names["compare_with_unsplit"](None, 1, SimpleNamespace(epochs=1))
     assert lines == ["against the unsplit model: weights off by 4.8e-07 of their largest change"]
-    orders = [torch.cat([labels for _, labels in names["batches"](names["make_data"](), epoch)])
-              for epoch in (1, 1, 2) if torch.rand(()) < 1]  # a number is drawn before each
+    orders = [
+        torch.cat([labels for _, labels in names["batches"](names["make_data"](), epoch)])
+        for epoch in (1, 1, 2)
+        if torch.rand(()) < 1
+    ]  # a number is drawn before each
     assert torch.equal(*orders[:2]) and not torch.equal(*orders[1:])
 
 
@@ -97,15 +113,34 @@ def test_other_micro_batches_and_numbers_of_ranks(tmp_path):
 OTHER_RESULT = "the unsplit model trains to other weights"
 
 
-@pytest.mark.parametrize(("mode", "old", "new", "message"), [
-    pytest.param("pipeline", "        model(torch.zeros(2, WIDTH, device=device)).sum().backward()",
-                 "        pass", "rebuilt parameter indices size is not", marks=pytest.mark.skipif(
-                     torch.__version__ < "2.12", reason="torch 2.11 has no such fault")),
-    ("devices", "batch[replica::replicas]", "batch[: len(batch) // replicas]", OTHER_RESULT),
-    ("pipeline", "loss_fn=cross_entropy", "loss_fn=cross_entropy, scale_grads=False", OTHER_RESULT),
-    ("devices", "    model = DDP(split, gradient_as_bucket_view=True)", "    model = split",
-     "the replicas differ"),
-], ids=["not settled", "same share", "sums for means", "no DDP"])
+@pytest.mark.parametrize(
+    ("mode", "old", "new", "message"),
+    [
+        pytest.param(
+            "pipeline",
+            "        model(torch.zeros(2, WIDTH, device=device)).sum().backward()",
+            "        pass",
+            "rebuilt parameter indices size is not",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.12", reason="torch 2.11 has no such fault"
+            ),
+        ),
+        ("devices", "batch[replica::replicas]", "batch[: len(batch) // replicas]", OTHER_RESULT),
+        (
+            "pipeline",
+            "loss_fn=cross_entropy",
+            "loss_fn=cross_entropy, scale_grads=False",
+            OTHER_RESULT,
+        ),
+        (
+            "devices",
+            "    model = DDP(split, gradient_as_bucket_view=True)",
+            "    model = split",
+            "the replicas differ",
+        ),
+    ],
+    ids=["not settled", "same share", "sums for means", "no DDP"],
+)
 def test_the_proofs_can_fail(tmp_path, mode, old, new, message):
     script = variant(tmp_path, SCRIPT, {old: new})
     result = fork_ranks(script, "1", "--mode", mode, cwd=tmp_path, before=watch)
@@ -116,14 +151,23 @@ def test_the_proofs_can_fail(tmp_path, mode, old, new, message):
 ALONE, PAIR = partial(fork_ranks, world_size=1), fork_ranks
 
 
-@pytest.mark.parametrize(("launch", "call", "status", "message"), [
-    (fork, "", 2, "start it with: torchrun .*-node=4"),
-    (partial(fork_ranks, world_size=3), "", 2, "3 processes make no grid of 2 stages"),
-    (PAIR, "--microbatches 3", 2, "a multiple of processes x micro-batches"),
-    (ALONE, "0 --mode devices", 2, "must be 1 or more"),
-    (PAIR, "--microbatches 1", 2, "2 stages need 2 micro-batches"),
-    (partial(ALONE, before=partial(pretend_gpus, 0)), "--mode devices", 1, "process needs a GPU"),
-    (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices")])
+@pytest.mark.parametrize(
+    ("launch", "call", "status", "message"),
+    [
+        (fork, "", 2, "start it with: torchrun .*-node=4"),
+        (partial(fork_ranks, world_size=3), "", 2, "3 processes make no grid of 2 stages"),
+        (PAIR, "--microbatches 3", 2, "a multiple of processes x micro-batches"),
+        (ALONE, "0 --mode devices", 2, "must be 1 or more"),
+        (PAIR, "--microbatches 1", 2, "2 stages need 2 micro-batches"),
+        (
+            partial(ALONE, before=partial(pretend_gpus, 0)),
+            "--mode devices",
+            1,
+            "process needs a GPU",
+        ),
+        (partial(PAIR, before=partial(pretend_gpus, 2)), "", 1, "on GPUs, choose --mode devices"),
+    ],
+)
 def test_bad_calls_end_in_one_line(tmp_path, launch, call, status, message):
     result = launch(SCRIPT, *call.split(), cwd=tmp_path)
     assert result.status == status and re.search(message, result.output), result.output

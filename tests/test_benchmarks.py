@@ -21,11 +21,23 @@ SMALLEST = {
     "scaling": ["--rounds=1", "--ranks", 1, 2, "--batch-size=32", "--steps=4"],
     "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=256", "--batch-size=4"],
     "collectives": ["--rounds=1", "--sizes", 4096, 2**20],
-    "network": ["--rounds=1", "--batches=2", "--layers=2", "--width=64", "--rows=8", "--rates",
-                "500mbit", "--machines", 1, 2, 4],
+    "network": [
+        "--rounds=1",
+        "--batches=2",
+        "--layers=2",
+        "--width=64",
+        "--rows=8",
+        "--rates",
+        "500mbit",
+        "--machines",
+        1,
+        2,
+        4,
+    ],
     "recovery": ["--rounds=1", "--megabytes", 0.1],
     "startup": ["--rounds=1", "--only", "01"],
-    "watching": ["--rounds=1", "--width=8"]}
+    "watching": ["--rounds=1", "--width=8"],
+}
 RESULTS = {path: json.loads(path.read_text()) for path in sorted(FOLDER.glob("results/*.json"))}
 PAGE = (FOLDER / "README.md").read_text()
 
@@ -56,8 +68,10 @@ def test_the_results_shown_are_those_measured(benchmark):
             "collectives": [settings.get("ranks")],
             "network": [settings.get("bytes")],
         }.get(result["benchmark"], [])
-        expected = [{"title": title, "columns": list(columns), "rows": rows}
-                    for title, columns, rows in tables(result["figures"], *more)]
+        expected = [
+            {"title": title, "columns": list(columns), "rows": rows}
+            for title, columns, rows in tables(result["figures"], *more)
+        ]
         assert nine_digits(result["tables"]) == nine_digits(expected), path.name
         source = f"drawn from {path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
         drawn = sorted(path.parent.glob(f"{path.stem}*.svg"))
@@ -103,8 +117,12 @@ def test_the_figures_on_the_page_are_those_of_the_results():
     count = 0
     for section in PAGE.split("\n## "):
         names = re.findall(r"\]\(results/(\w+-cpu)", section)
-        known = {figure for path, result in RESULTS.items() if path.stem in names
-                 for figure in figures(result)}
+        known = {
+            figure
+            for path, result in RESULTS.items()
+            if path.stem in names
+            for figure in figures(result)
+        }
         shown = re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", " ".join(section.split()))
         assert set(shown) <= known, sorted(set(shown) - known)
         count += len(shown)
@@ -123,8 +141,9 @@ def test_a_benchmark_runs(tmp_path, name):
     assert json.dumps(found) in result.output.splitlines()
     for table in found["tables"]:
         assert table["title"] in result.output and table["rows"], table
-        assert all(math.isfinite(cell) for row in table["rows"] for cell in row
-                   if isinstance(cell, float)), table
+        assert all(
+            math.isfinite(cell) for row in table["rows"] for cell in row if isinstance(cell, float)
+        ), table
     if "no picture" in result.output:
         pytest.skip("matplotlib is not installed: pip install -r requirements-dev.txt")
     drawn = sorted(tmp_path.glob("*.svg"))

@@ -30,6 +30,7 @@ def record(folder, broken=False):
     """Called in each rank before the script: the recorder comes in."""
     sys.path.insert(0, str(ROOT / "launch"))
     import check_training_recorder as recorder
+
     recorder.FOLDER = folder
     recorder.install()
     recorder.begin_anew()
@@ -42,8 +43,13 @@ def watched(tmp_path, changes, base=BASE, *arguments, broken=False):
     """Run a variant of the script with the recorder, which ends well; return (records, result)."""
     script, folder = variant(tmp_path, base, changes), tmp_path / "records"
     folder.mkdir()
-    return folder, fork_ranks(script, *arguments, cwd=tmp_path, max_restarts=1,
-                              before=functools.partial(record, str(folder), broken)).ok()
+    return folder, fork_ranks(
+        script,
+        *arguments,
+        cwd=tmp_path,
+        max_restarts=1,
+        before=functools.partial(record, str(folder), broken),
+    ).ok()
 
 
 def said(folder, without=None):
@@ -54,12 +60,16 @@ def said(folder, without=None):
     if without != "times" and runs:
         list(check_training.times(runs[-1]))
         found = [*found, *(each for each in runs[-1].said if each not in found)]
-    return "\n".join(f"{'found' if level == 'found' else 'question'}: {what}\n  {cost}"
-                     for level, what, cost, _ in found), failures
+    return "\n".join(
+        f"{'found' if level == 'found' else 'question'}: {what}\n  {cost}"
+        for level, what, cost, _ in found
+    ), failures
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if plain else LONG)
-                                  for name, (*_, plain) in MISTAKES.items()])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if plain else LONG) for name, (*_, plain) in MISTAKES.items()],
+)
 def test_a_mistake_is_named(tmp_path, name):
     """With the line of the script; and by its rule alone."""
     (changes, rule, pattern, named, _), (base, *more) = MISTAKES[name], OTHERS.get(name, [BASE])
@@ -74,8 +84,9 @@ def test_a_mistake_is_named(tmp_path, name):
     assert not re.search(pattern, said(folder, without=rule)[0])  # no other rule says it
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in (
-    "as it is",) else LONG) for name in RIGHT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("as it is",) else LONG) for name in RIGHT]
+)
 def test_a_right_script_is_not_accused(tmp_path, name):
     folder, _ = watched(tmp_path, RIGHT[name], *OTHERS.get(name, [BASE]))
     assert said(folder, without="times") == ("", [])
@@ -91,8 +102,15 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
         else:
             records, result = watched(folder, {}, broken=how == "broken")
             assert len(check_training.read(str(records))[2]) == 2 * (how == "broken")
-        outputs.append((result.status, result.output, hashlib.sha256(b"".join(
-            t.numpy().tobytes() for t in torch.load(folder / "model.pt").values())).hexdigest()))
+        outputs.append(
+            (
+                result.status,
+                result.output,
+                hashlib.sha256(
+                    b"".join(t.numpy().tobytes() for t in torch.load(folder / "model.pt").values())
+                ).hexdigest(),
+            )
+        )
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
 
 
@@ -105,17 +123,22 @@ class Elsewhere:
 
 def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
     import check_training_recorder as recorder
+
     monkeypatch.setattr(torch, "Tensor", Elsewhere)
     monkeypatch.setattr(recorder, "torch", torch)
     assert recorder.readable(Elsewhere(), 0)
     assert not any(recorder.readable(Elsewhere(), i) for i in (recorder.FIRST, 100, 10**9))
 
 
-@pytest.mark.parametrize(("options", "error"), [
-    ([], "the command is missing"),
-    (["--seconds", "0", "--", "true"], "--seconds and --stall must"),
-    (["--json", "no/such/file", "--", "true"], "cannot write no/such/file"),
-    (["--", "no_such_command"], "cannot start the command")])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([], "the command is missing"),
+        (["--seconds", "0", "--", "true"], "--seconds and --stall must"),
+        (["--json", "no/such/file", "--", "true"], "cannot write no/such/file"),
+        (["--", "no_such_command"], "cannot start the command"),
+    ],
+)
 def test_wrong_calls(tmp_path, options, error):
     result = run(PYTHON, CHECK, *options, cwd=tmp_path, env=ACTIVE)
     assert result.status == 2 and result.error().startswith(error), result.output
@@ -128,15 +151,25 @@ def test_the_command_with_a_slow_rank(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine, too')\n")
     (tmp_path / "job.sh").write_text(f"{' '.join(map(str, TWO))}\n")
     options = "--picture", "steps.svg", "--json", "found.json", "--seconds", 300
-    result = run(PYTHON, CHECK, *options, "--", "sh", "job.sh", cwd=tmp_path,
-                 env={**ACTIVE, "PYTHONPATH": str(tmp_path)})
+    result = run(
+        PYTHON,
+        CHECK,
+        *options,
+        "--",
+        "sh",
+        "job.sh",
+        cwd=tmp_path,
+        env={**ACTIVE, "PYTHONPATH": str(tmp_path)},
+    )
     assert result.status == 1, result.output
     assert "epoch 4: loss 0.0153" in result.output and "mine, too" in result.output
     assert "\nfound: rank 0 waits for rank 1 in " in result.output
     found = json.loads((tmp_path / "found.json").read_text())
     pages = [os.path.basename(e["read"]) for e in found["said"] if e["level"] == "found"]
-    assert pages == ["no_set_epoch.py", "slow_rank.py"] and max(map(
-        len, result.output.rpartition(" check_training --")[2].splitlines())) <= 100
+    assert (
+        pages == ["no_set_epoch.py", "slow_rank.py"]
+        and max(map(len, result.output.rpartition(" check_training --")[2].splitlines())) <= 100
+    )
     assert (found["status"], found["script_status"]) == (1, 0)
     picture = xml.etree.ElementTree.parse(tmp_path / "steps.svg").getroot()
     texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
@@ -144,12 +177,30 @@ def test_the_command_with_a_slow_rank(tmp_path):
 
 
 @LONG
-@pytest.mark.parametrize(("command", "changes", "status", "text"), [
-    (TWO, {}, 0, r"\nnothing found\nlooked at: ranks 2, starts 1; of a rank: steps 80"),
-    ([PYTHON, "-I", "-cprint(1)"], {}, 1, "no process of the command was seen to train: python -I"),
-    (TWO, before(RANK_0, "if dist.get_rank() == 0: dist.all_gather_object([None] * 2, 1)"), 1,
-     r"found: it stands still for 4 s: rank 0 in all_gather_object at many_processes.py:\d+; "),
-    (TWO, {"group(backend)": "group('none')"}, 1, r"(?s)fails, with status 1.*\(many_proc\w+.py:")])
+@pytest.mark.parametrize(
+    ("command", "changes", "status", "text"),
+    [
+        (TWO, {}, 0, r"\nnothing found\nlooked at: ranks 2, starts 1; of a rank: steps 80"),
+        (
+            [PYTHON, "-I", "-cprint(1)"],
+            {},
+            1,
+            "no process of the command was seen to train: python -I",
+        ),
+        (
+            TWO,
+            before(RANK_0, "if dist.get_rank() == 0: dist.all_gather_object([None] * 2, 1)"),
+            1,
+            r"found: it stands still for 4 s: rank 0 in all_gather_object at many_pro\w+.py:\d+; ",
+        ),
+        (
+            TWO,
+            {"group(backend)": "group('none')"},
+            1,
+            r"(?s)fails, with status 1.*\(many_proc\w+.py:",
+        ),
+    ],
+)
 def test_the_command(tmp_path, command, changes, status, text):
     variant(tmp_path, BASE, changes)
     limits = "--seconds", 300, "--stall", 4
@@ -160,8 +211,9 @@ def test_the_command(tmp_path, command, changes, status, text):
 @LONG
 def test_ctrl_c_ends_all_processes(tmp_path):
     variant(tmp_path, BASE, {"range(5)": "range(10**9)"})
-    with running(PYTHON, CHECK, "--", *TWO, cwd=tmp_path,
-                 env={**ACTIVE, "TMPDIR": str(tmp_path)}) as process:
+    with running(
+        PYTHON, CHECK, "--", *TWO, cwd=tmp_path, env={**ACTIVE, "TMPDIR": str(tmp_path)}
+    ) as process:
         read_until(process, "epoch 3")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)

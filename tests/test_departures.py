@@ -27,8 +27,10 @@ TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
 SAVE_EVERY = {TEMPLATE: 20, LESSON: 3}
 WORK = {TEMPLATE: "add_up_gradients", LESSON: "train_epoch"}  # for a step, or an epoch
 # What the others print. The first only if a heartbeat was due before their processes had failed.
-LOST = ("has failed to send a keep-alive heartbeat to the rendezvous",
-        "has failed to shutdown the rendezvous")  # fmt: skip
+LOST = (
+    "has failed to send a keep-alive heartbeat to the rendezvous",
+    "has failed to shutdown the rendezvous",
+)
 
 
 class Round:
@@ -36,9 +38,14 @@ class Round:
 
     def __init__(self, lab, folder, shared, script, mnist_dir):
         self.lab, self.folder, self.shared, self.script = lab, folder, shared, script
-        self.path_of_script = variant(folder, script, (  # some time is left for what runs beside
-            f"REPORT_EVERY, work = 1, {WORK[script]}\n"
-            f"{WORK[script]} = lambda *args: time.sleep(0.05) or work(*args)"))
+        self.path_of_script = variant(
+            folder,
+            script,
+            (  # some time is left for what runs beside
+                f"REPORT_EVERY, work = 1, {WORK[script]}\n"
+                f"{WORK[script]} = lambda *args: time.sleep(0.05) or work(*args)"
+            ),
+        )
         self.data = ["--data-dir", mnist_dir] if script == LESSON else []
         self.running, self.jobs, self.starts, self.story = {}, [], 1, []
         for node in NODES:
@@ -49,19 +56,36 @@ class Round:
 
     def start(self, node):
         self.running[node] = self.lab.start(
-            node, "torchrun", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=50",
-            f"--rdzv-id={self.starts}", "--rdzv-backend=c10d",
+            node,
+            "torchrun",
+            "--nnodes=1:3",
+            "--nproc-per-node=1",
+            "--max-restarts=50",
+            f"--rdzv-id={self.starts}",
+            "--rdzv-backend=c10d",
             f"--rdzv-endpoint=node1:{29600 + self.starts}",
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-            self.path_of_script, 100_000, SAVE_EVERY[self.script], "--batch-size", 24,
-            "--timeout", 15, *self.data, "--snapshot-path", self.path(node))  # fmt: skip
+            self.path_of_script,
+            100_000,
+            SAVE_EVERY[self.script],
+            "--batch-size",
+            24,
+            "--timeout",
+            15,
+            *self.data,
+            "--snapshot-path",
+            self.path(node),
+        )
         self.jobs.append(self.running[node])
 
     def go_on(self):
         """Wait until all machines that run have trained a step together, and some time more."""
         moment, line = time.monotonic(), rf"^\[rank 0/{len(self.running)}\] (step|epoch)"
-        wait_until(lambda: any(when > moment and re.match(line, text)
-                               for when, text in self.lines()), self.output, timeout=180)
+        wait_until(
+            lambda: any(when > moment and re.match(line, text) for when, text in self.lines()),
+            self.output,
+            timeout=180,
+        )
         time.sleep(random.uniform(0, 1.5))  # so that the next event comes at any moment
 
     def event(self, kind):
@@ -73,8 +97,12 @@ class Round:
             self.start(node)
         elif kind == "worker":
             name = os.path.basename(self.script)
-            os.kill(next(pid for pid, line in family(self.running[node].process).items()
-                         if name in line), signal.SIGKILL)
+            os.kill(
+                next(
+                    pid for pid, line in family(self.running[node].process).items() if name in line
+                ),
+                signal.SIGKILL,
+            )
         elif kind == "cut":  # the others go on without it, and it comes back by itself
             self.lab("cut", node)
             job = self.running.pop(node)

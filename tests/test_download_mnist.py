@@ -12,8 +12,11 @@ from forked import fork, forkserver, limit_file_size, run_script
 from started import ROOT
 
 SCRIPT = "download_mnist.py"
-NAMES = [f"{split}-{kind}-ubyte" for split in ("train", "t10k")
-         for kind in ("images-idx3", "labels-idx1")]
+NAMES = [
+    f"{split}-{kind}-ubyte"
+    for split in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
+]
 
 
 def send(handler, name, data, cut=0):
@@ -53,6 +56,7 @@ def mirrors(archives):
 def expect(resources):
     """Called in the child: torchvision expects the test's files, and knows no other mirror."""
     from torchvision.datasets import MNIST
+
     MNIST.resources, MNIST.mirrors = resources, []
 
 
@@ -63,8 +67,7 @@ def expected(archives):
 
 @pytest.fixture
 def download(expected, tmp_path):
-    return lambda *words, before=(): fork(
-        SCRIPT, *words, cwd=tmp_path, before=(expected, *before))
+    return lambda *words, before=(): fork(SCRIPT, *words, cwd=tmp_path, before=(expected, *before))
 
 
 def assert_whole(root, idx_files):
@@ -85,10 +88,15 @@ def not_found(handler, name, data):
     handler.send_error(404)
 
 
-@pytest.mark.parametrize("fault", [
-    lambda handler, name, data: send(handler, name, data, cut=len(data) // 2),
-    lambda handler, name, data: send(handler, name, data[:-9] + b"\0" * 9), not_found,
-], ids=["cut off", "wrong bytes", "not found"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda handler, name, data: send(handler, name, data, cut=len(data) // 2),
+        lambda handler, name, data: send(handler, name, data[:-9] + b"\0" * 9),
+        not_found,
+    ],
+    ids=["cut off", "wrong bytes", "not found"],
+)
 def test_a_broken_mirror_is_passed_over(download, mirrors, tmp_path, idx_files, fault):
     broken, sound = mirrors(fault), mirrors()
     result = download("--mirror", broken.url)
@@ -102,7 +110,8 @@ def test_a_broken_mirror_is_passed_over(download, mirrors, tmp_path, idx_files, 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[3]])
 def test_a_truncated_file_is_noticed_and_fetched_again(
-        download, mirrors, tmp_path, idx_files, name):
+    download, mirrors, tmp_path, idx_files, name
+):
     own_mnist_dir = write_digits(tmp_path / "digits")
     file = own_mnist_dir / "MNIST" / "raw" / name
     file.write_bytes(file.read_bytes()[:-100])
@@ -128,8 +137,10 @@ def test_killed_half_way_then_two_at_once(expected, download, mirrors, tmp_path,
             go_on.wait(60)
 
     mirror = mirrors(stop_in_the_second_file)
-    first = forkserver.Process(target=run_script, args=(
-        ROOT / SCRIPT, ["--mirror", mirror.url], {}, tmp_path, tmp_path / "output", expected))
+    first = forkserver.Process(
+        target=run_script,
+        args=(ROOT / SCRIPT, ["--mirror", mirror.url], {}, tmp_path, tmp_path / "output", expected),
+    )
     first.start()
     assert stuck.wait(60)
     first.kill()
@@ -147,13 +158,23 @@ def test_killed_half_way_then_two_at_once(expected, download, mirrors, tmp_path,
     assert len(urls) == len(NAMES), pair
 
 
-@pytest.mark.parametrize(("call", "before", "status", "message"), [
-    ("--mirror http://127.0.0.1:9", (), 1, "check the network"),  # nobody listens there
-    ("--data-dir /proc/data", (), 1, "cannot write.*--data-dir"),
-    ("--mirror MIRROR", (limit_file_size,), 1, "cannot write to data: .Errno 27. File too large"),
-    ("--mirrors", (), 2, "--mirror")])
+@pytest.mark.parametrize(
+    ("call", "before", "status", "message"),
+    [
+        ("--mirror http://127.0.0.1:9", (), 1, "check the network"),  # nobody listens there
+        ("--data-dir /proc/data", (), 1, "cannot write.*--data-dir"),
+        (
+            "--mirror MIRROR",
+            (limit_file_size,),
+            1,
+            "cannot write to data: .Errno 27. File too large",
+        ),
+        ("--mirrors", (), 2, "--mirror"),
+    ],
+)
 def test_what_cannot_work_ends_in_one_line(
-        download, mirrors, tmp_path, call, before, status, message):
+    download, mirrors, tmp_path, call, before, status, message
+):
     result = download(*call.replace("MIRROR", mirrors().url).split(), before=before)
     assert result.status == status and re.search(message, result.error()), result.output
     assert "Traceback" not in result.output

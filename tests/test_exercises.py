@@ -30,8 +30,11 @@ def check(name, world_size, answer):
 def emptied(name):
     """Return an exercise in which every function of the solution is empty."""
     tree = ast.parse((ROOT / f"exercises/{name}.py").read_text())
-    solved = {one.name for one in ast.walk(ast.parse(
-        (ROOT / f"exercises/solutions/{name}.py").read_text())) if isinstance(one, ast.FunctionDef)}
+    solved = {
+        one.name
+        for one in ast.walk(ast.parse((ROOT / f"exercises/solutions/{name}.py").read_text()))
+        if isinstance(one, ast.FunctionDef)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in solved:
             node.body = [node.body[0], *ast.parse("raise NotImplementedError").body]
@@ -144,13 +147,22 @@ def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("code", "words"), [
-    ("__import__('time').sleep(99)", r"rank 0 sleeps in line 2: .*\n.*\n.*no other rank"),
-    ("if dist.get_rank() == 0: dist.barrier()\n    while True: pass",
-     "rank 0 waits in line 2: .*\n.*rank 1 computes in line 3: while.*\n.*no other rank"),
-    ("dist.recv(torch.zeros(1), 1 - dist.get_rank())", "rank 1 waits in line 2: .*\n.*each waits"),
-    ("raise SystemExit(3)", r"line 2, in average_gradients: .*\n.*SystemExit: 3"),
-    ("x = = 1", r"wrong.py, line 2: x = = 1\n +SyntaxError: invalid syntax")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("__import__('time').sleep(99)", r"rank 0 sleeps in line 2: .*\n.*\n.*no other rank"),
+        (
+            "if dist.get_rank() == 0: dist.barrier()\n    while True: pass",
+            "rank 0 waits in line 2: .*\n.*rank 1 computes in line 3: while.*\n.*no other rank",
+        ),
+        (
+            "dist.recv(torch.zeros(1), 1 - dist.get_rank())",
+            "rank 1 waits in line 2: .*\n.*each waits",
+        ),
+        ("raise SystemExit(3)", r"line 2, in average_gradients: .*\n.*SystemExit: 3"),
+        ("x = = 1", r"wrong.py, line 2: x = = 1\n +SyntaxError: invalid syntax"),
+    ],
+)
 def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     monkeypatch.setattr(checker, "LIMIT", 3)
     (tmp_path / "wrong.py").write_text(f"def average_gradients(model):\n    {code}")
@@ -158,16 +170,22 @@ def test_tells_waiting_from_working(code, words, tmp_path, monkeypatch):
     assert not right and re.search(words, text), text
 
 
-@pytest.mark.parametrize(("name", "world_size"), [
-    pytest.param(name, world_size, marks=[pytest.mark.long] * (name in SLOW or world_size > 3))
-    for name in NAMES for world_size in (3, 4)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, world_size, marks=[pytest.mark.long] * (name in SLOW or world_size > 3))
+        for name in NAMES
+        for world_size in (3, 4)
+    ],
+)
 def test_takes_the_solution(name, world_size):
     right, text = check(name, world_size, ROOT / f"exercises/solutions/{name}.py")
     assert right, text
 
 
 @pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])])
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])]
+)
 def test_says_what_to_write(name, tmp_path):
     (tmp_path / "empty.py").write_text(emptied(name))
     right, text = check(name, 2, tmp_path / "empty.py")

@@ -50,6 +50,7 @@ KILLS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, mnist_dir):
     """A function: the folder of an uninterrupted run."""
+
     @functools.cache
     def run_whole(script, world_size):
         folder = tmp_path_factory.mktemp("whole")
@@ -69,9 +70,14 @@ def arguments(script, mnist_dir):
 def test_kills_at_every_moment_lose_nothing(tmp_path, mnist_dir, whole, kill):
     """It ends with the weights, the optimizer and the log of an uninterrupted run, bit for bit."""
     name, world_size, *plan = kill
-    script = variant(tmp_path, name, (
-        f"REPORT_EVERY = 1\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        f"import fault_worker\nfault_worker.arm(*{plan})"))
+    script = variant(
+        tmp_path,
+        name,
+        (
+            f"REPORT_EVERY = 1\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+            f"import fault_worker\nfault_worker.arm(*{plan})"
+        ),
+    )
     folder, other = tmp_path / "run", whole(name, world_size)
     folder.mkdir()
     torchrun = (*TORCHRUN, "--standalone", f"--nproc-per-node={world_size}", "--max-restarts=3")
@@ -79,8 +85,9 @@ def test_kills_at_every_moment_lose_nothing(tmp_path, mnist_dir, whole, kill):
     while status != 0:
         assert output.count("== start") < 4, f"not done:\n{output}"
         if plan[2].startswith("rank"):  # 03 cannot tell attempts of one job apart by itself
-            result = fork_ranks(*call, cwd=folder, world_size=world_size,
-                                max_restarts=3 * (name != LESSON))
+            result = fork_ranks(
+                *call, cwd=folder, world_size=world_size, max_restarts=3 * (name != LESSON)
+            )
         else:
             # Importing takes a while on a busy machine.
             result = run(*torchrun, *call, cwd=folder, timeout=300, patience=60)
@@ -180,9 +187,18 @@ store.wait(["never"], timedelta(seconds=50))
 """
 
 
-@pytest.mark.parametrize(("where", "status"), [(IN_PYTHON, 0), (IN_TORCH, 143), pytest.param(
-    IN_PYTHON.replace("getpid(), signal.SIGTERM", "getpid(), signal.SIGINT"), 0,
-    marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("where", "status"),
+    [
+        (IN_PYTHON, 0),
+        (IN_TORCH, 143),
+        pytest.param(
+            IN_PYTHON.replace("getpid(), signal.SIGTERM", "getpid(), signal.SIGINT"),
+            0,
+            marks=pytest.mark.long,
+        ),
+    ],
+)
 def test_a_rank_that_waits_for_a_dead_one_leaves_by_itself(tmp_path, where, status):
     """SIGTERM comes while the main thread waits in torch's C++, where no handler of Python runs."""
     (tmp_path / "wait.py").write_text(WAIT + where)
@@ -205,17 +221,27 @@ def test_two_jobs_in_one_folder_do_not_meet_and_end_well(tmp_path, mnist_dir, re
     spawn = (PYTHON, ROOT / ONE, "--nprocs", 2, "--checkpoint-path")
     commands = [torchrun, torchrun, spawn, spawn] * request.config.getoption("--rounds")
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(run, *command, f"{number}.pt", 2, "--data-dir", mnist_dir, cwd=tmp_path)
-                for number, command in enumerate(commands)]
+        jobs = [
+            pool.submit(run, *command, f"{number}.pt", 2, "--data-dir", mnist_dir, cwd=tmp_path)
+            for number, command in enumerate(commands)
+        ]
     for result in [job.result() for job in jobs]:
         assert result.status == 0 and "terminate called" not in result.output, result.output
         assert "2 replicas are identical, sha256 " in result.output
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "arguments"), [
-    ("01", [1]), ("02", [1]), ("04", ["--only", "groups"]), ("05", []), ("06", [1]),
-    ("template/train", [2, 1])])
+@pytest.mark.parametrize(
+    ("number", "arguments"),
+    [
+        ("01", [1]),
+        ("02", [1]),
+        ("04", ["--only", "groups"]),
+        ("05", []),
+        ("06", [1]),
+        ("template/train", [2, 1]),
+    ],
+)
 def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number, arguments):
     """Where Gloo would listen at the address in the network, and a store at all of them.
     (torchrun itself listens everywhere: launch/README.md says so.)"""
@@ -225,8 +251,9 @@ def test_scripts_for_one_machine_listen_on_loopback_alone(tmp_path, number, argu
     listeners, deadline = set(), time.monotonic() + 300
     with Lab(tmp_path, 1) as lab:
         # The ranks use torchrun's store, as elsewhere: launch/lab would give them one of their own.
-        job = lab.start("node1", *launcher, script, *arguments,
-                        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")  # fmt: skip
+        job = lab.start(
+            "node1", *launcher, script, *arguments, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0"
+        )
         while job.process.poll() is None:
             assert time.monotonic() < deadline, job.output()
             for pid, command in family(job.process, itself=True).items():

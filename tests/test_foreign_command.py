@@ -11,8 +11,13 @@ from started import PYTHON, ROOT, read_until, running, wait_until
 sys.path.insert(0, str(ROOT / "launch"))
 import foreign_command
 
-SCRIPTS = dict(re.findall(r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
-                          (ROOT / "tests/killed.txt").read_text(), re.MULTILINE))
+SCRIPTS = dict(
+    re.findall(
+        r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
+        (ROOT / "tests/killed.txt").read_text(),
+        re.MULTILINE,
+    )
+)
 WORDS = "import sys; sys.stdin.read()\nfor i in range(100): print('a', 'b', i, 'c', sep=' ')"
 
 
@@ -64,10 +69,14 @@ def test_signals_leave_nothing(tmp_path, number):
 REPORT = SCRIPTS["report"]
 
 
-@pytest.mark.parametrize(("printed", "error"), [
-    (REPORT, "ValueError: no data (train.py:7)"),
-    (REPORT[REPORT.index("E1127") :], ""),
-    ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file")])
+@pytest.mark.parametrize(
+    ("printed", "error"),
+    [
+        (REPORT, "ValueError: no data (train.py:7)"),
+        (REPORT[REPORT.index("E1127") :], ""),
+        ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
+    ],
+)
 def test_the_error_of_the_script(printed, error):
     with foreign_command.cleaning_up():
         command = foreign_command.start(["sh", "-c", 'printf "%s" "$1" >&2', "sh", printed])

@@ -19,7 +19,8 @@ from started import PYTHON, ROOT, TORCHRUN, family, read_until, run, running, wa
 pytestmark = pytest.mark.gpu
 
 ONE, ELASTIC, MULTINODE, COLLECTIVES, _, PARALLEL, *_ = sorted(
-    path.name for path in ROOT.glob("0*_*.py"))
+    path.name for path in ROOT.glob("0*_*.py")
+)
 JOB = (*TORCHRUN, "--standalone", "--nproc-per-node=gpu")
 SEES_GPUS = {"CUDA_VISIBLE_DEVICES": VISIBLE}  # the environment in which a command sees them
 
@@ -47,10 +48,18 @@ def figures(gpus):
 @pytest.fixture
 def torchrun(tmp_path):
     """A function: run a script, or a path, under torchrun on the GPUs; return the result."""
+
     def launch(script, *arguments, processes="gpu", restarts=0):
-        command = (*TORCHRUN, "--standalone", f"--nproc-per-node={processes}",
-                   f"--max-restarts={restarts}", ROOT / script, *arguments)
+        command = (
+            *TORCHRUN,
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            f"--max-restarts={restarts}",
+            ROOT / script,
+            *arguments,
+        )
         return run(*command, cwd=tmp_path, env=SEES_GPUS, timeout=300).ok()
+
     return launch
 
 
@@ -83,8 +92,9 @@ def test_torchrun_killed_leaves_no_worker_and_no_memory(tmp_path):
         return int(run(PYTHON, "-c", code, cwd=tmp_path, env=SEES_GPUS).output.split()[-1])
 
     limit = memory_in_use() + 50 * 2**20  # of what the driver itself keeps
-    with running(*JOB, ROOT / "template/train.py", 10_000, 10_000, cwd=tmp_path,
-                 env=SEES_GPUS) as process:
+    with running(
+        *JOB, ROOT / "template/train.py", 10_000, 10_000, cwd=tmp_path, env=SEES_GPUS
+    ) as process:
         read_until(process, "step +20/10000")
         process.kill()
         wait_until(lambda: not family(process), "workers live on", timeout=30)
@@ -106,8 +116,9 @@ def test_a_model_on_two_gpus(two_gpus, torchrun, gpus):
 
 def test_a_rank_that_stops(two_gpus, tmp_path, figures):
     """What the others print, and how long it takes, is written down: it differs by version."""
-    with running(*JOB, ROOT / MULTINODE, 1000, 1000, "--timeout", 20, cwd=tmp_path,
-                 env=SEES_GPUS) as process:
+    with running(
+        *JOB, ROOT / MULTINODE, 1000, 1000, "--timeout", 20, cwd=tmp_path, env=SEES_GPUS
+    ) as process:
         output = read_until(process, "epoch +1/1000")
         os.kill(int(re.search(r"cuda:1 +(\d+)$", output, re.MULTILINE)[1]), signal.SIGSTOP)
         begin = time.monotonic()

@@ -37,6 +37,7 @@ def labels(count):
 
 def tell():
     """Called in a child: it tells what it is as it joins, what it writes, and how it leaves."""
+
     def say(what, **facts):
         print(f"told {json.dumps([what, dist.get_rank(), facts])}\n", end="", flush=True)
 
@@ -45,13 +46,15 @@ def tell():
             found = function(*args, **options)
             tell_it(*args, **options)
             return found
+
         function = getattr(owner, name)
         setattr(owner, name, call)
 
     def written(_, target, **__):
         if isinstance(target, str):  # torch.save: 01, which does not move a file into place
-            views = [its.gradient_as_bucket_view for its in gc.get_objects()
-                     if isinstance(its, DDP)]
+            views = [
+                its.gradient_as_bucket_view for its in gc.get_objects() if isinstance(its, DDP)
+            ]
             say("wrote", target=target, gradients_in_buckets=views)
 
     def load_and_tell(path, to=None, map_location=None, old=torch.load, **options):
@@ -68,10 +71,18 @@ def tell():
     torch.load, dist.destroy_process_group = load_and_tell, leave_and_tell
     after(os, "replace", written)
     after(torch, "save", written)
-    after(dist, "init_process_group", lambda *_, device_id=None, timeout=None, **__: say(
-        "joined", timeout=getattr(timeout, "seconds", None), device_id=device_id,
-        threads=torch.get_num_threads(), policy=os.sched_getscheduler(0),
-        interface=os.environ.get("GLOO_SOCKET_IFNAME")))
+    after(
+        dist,
+        "init_process_group",
+        lambda *_, device_id=None, timeout=None, **__: say(
+            "joined",
+            timeout=getattr(timeout, "seconds", None),
+            device_id=device_id,
+            threads=torch.get_num_threads(),
+            policy=os.sched_getscheduler(0),
+            interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+        ),
+    )
 
 
 def told(what, result):
@@ -98,8 +109,9 @@ def job(tmp_path_factory):
             words = ("--data-dir", data, "--batch-size", batch_size, *more)
             return fork_ranks(script, epochs, 2, *words, **how)
         args = {"total_epochs": epochs, "save_every": 2, "batch_size": batch_size}
-        return fork_workers(script, **how, **args, data_dir=str(data),
-                            checkpoint_path="checkpoint.pt")
+        return fork_workers(
+            script, **how, **args, data_dir=str(data), checkpoint_path="checkpoint.pt"
+        )
 
     return run
 
@@ -114,9 +126,13 @@ def first_job(request, job, tmp_path_factory):
 
 def test_a_job_sets_up_its_processes_and_one_rank_saves_and_speaks(first_job):
     number, folder, result = first_job
-    joined = {"timeout": 600 if number == "03" else None, "device_id": None,
-              "threads": 1, "policy": os.SCHED_BATCH,
-              "interface": socket.if_indextoname(1) if number in ("01", "02") else None}
+    joined = {
+        "timeout": 600 if number == "03" else None,
+        "device_id": None,
+        "threads": 1,
+        "policy": os.SCHED_BATCH,
+        "interface": socket.if_indextoname(1) if number in ("01", "02") else None,
+    }
     assert told("joined", result) == [(0, joined), (1, joined)]
     assert told("left", result) == [(rank, {"holds_ddp": False}) for rank in (0, 1)]
     wrote = (0, {"target": SAVED[number], "gradients_in_buckets": [True]})
@@ -203,15 +219,25 @@ def test_replicas_that_differ_are_not_saved_and_torchrun_hears_of_it(job, tmp_pa
 
 @pytest.mark.parametrize("number", sorted(NAMES))
 def test_a_wrong_call_ends_in_words(tmp_path, number):
-    a_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-              "MASTER_ADDR": "127.0.0.1"}
+    a_rank = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     more, path = "must be 1 or more", "--checkpoint-path" if number == "01" else "--snapshot-path"
-    for words, message in ((["--batch-size", 1], more), ([-3], more), ([3, 0], more),
+    for words, message in (
+        (["--batch-size", 1], more),
+        ([-3], more),
+        ([3, 0], more),
         (["--batch-size", "many"], "--batch-size: invalid int value: 'many'"),
         ([path, "no/such.pt"], "cannot write into the folder of no/such.pt"),
         ([path, tmp_path], f"or {tmp_path} is not a file"),
-        ({"01": ["--nprocs", 0], "02": ["--what"], "03": ["--timeout", 0]}[number],
-         "unrecognized arguments" if number == "02" else more),
+        (
+            {"01": ["--nprocs", 0], "02": ["--what"], "03": ["--timeout", 0]}[number],
+            "unrecognized arguments" if number == "02" else more,
+        ),
     ):
         result = fork(NAMES[number], *words, cwd=tmp_path, env=a_rank)
         assert result.status == 2 and message in result.error(), result.output
@@ -222,8 +248,9 @@ def test_01_with_mp_spawn_trains_and_proves_it(tmp_path, mnist_dir):
     (tmp_path / "data").symlink_to(mnist_dir)
     result = fork(NAMES["01"], 2, "--batch-size", 16, cwd=tmp_path, timeout=300)
     assert result.status == 0 and "1024 + 256 images of MNIST" in result.output, result.output
-    alone, by_ddp = re.findall(r"gradient .* differs from the whole batch's by (\S+)$",
-                               result.output, re.MULTILINE)
+    alone, by_ddp = re.findall(
+        r"gradient .* differs from the whole batch's by (\S+)$", result.output, re.MULTILINE
+    )
     assert float(alone) > 0.01, "the ranks' own gradients must differ: it is the point"
     assert float(by_ddp) < 1e-5
     epochs = result.epochs()

@@ -17,8 +17,13 @@ KILL_TEST, LONG = ROOT / "launch/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
 ONCE = ("--rounds", 1, "--kills", 1, "--seed", 1027)
 # {name: text of a script}; names with "|" are cases.
-SCRIPTS = dict(re.findall(r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
-                          (ROOT / "tests/killed.txt").read_text(), re.MULTILINE))
+SCRIPTS = dict(
+    re.findall(
+        r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
+        (ROOT / "tests/killed.txt").read_text(),
+        re.MULTILINE,
+    )
+)
 CASES = [[word.strip() for word in name.split("|", 3)] for name in SCRIPTS if "|" in name]
 JOB = SCRIPTS["job.py"]
 
@@ -30,12 +35,24 @@ def kill_test(folder, *options, how="survives"):
     return run(PYTHON, KILL_TEST, *options, *command, cwd=folder, env=env)
 
 
-@pytest.mark.parametrize(("options", "how", "error"), [
-    ([], None, "the command is missing"),
-    (["--", "no_such_command"], None, r"cannot go on: \[Errno 2\] .*: 'no_such_command'"),
-    (["--file", "b.txt", "--file", "state.json"], "survives", "it left no b.txt: give --file as "),
-    ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It "),
-    ([], "silent", "it prints nothing that matches .*: let it print a checksum of its weights ")])
+@pytest.mark.parametrize(
+    ("options", "how", "error"),
+    [
+        ([], None, "the command is missing"),
+        (["--", "no_such_command"], None, r"cannot go on: \[Errno 2\] .*: 'no_such_command'"),
+        (
+            ["--file", "b.txt", "--file", "state.json"],
+            "survives",
+            "it left no b.txt: give --file as ",
+        ),
+        ([], "fails", r"the command fails undisturbed \(status 1 at the last of 1 starts\)\. It "),
+        (
+            [],
+            "silent",
+            "it prints nothing that matches .*: let it print a checksum of its weights ",
+        ),
+    ],
+)
 def test_wrong_calls(tmp_path, options, how, error):
     result = kill_test(tmp_path, *options, how=how)
     assert result.status == 2, result.output
@@ -62,11 +79,21 @@ def test_a_script_that_survives(tmp_path, victim):
     assert (text.count("resumed at step ") >= 2) == went_on, text
 
 
-@pytest.mark.parametrize(("how", "options", "failure"), [
-    pytest.param("hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s", marks=LONG),
-    pytest.param("leaves", ["--victims", "launcher", "--patience", "3", "--orphans", "1"],
-                 r"left behind after 3 s: \d+ \(sleep 600\)", marks=LONG),
-    ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f.]+")])
+@pytest.mark.parametrize(
+    ("how", "options", "failure"),
+    [
+        pytest.param(
+            "hangs", ["--victims", "rank", "--limit", "4"], "hung: no end in 4 s", marks=LONG
+        ),
+        pytest.param(
+            "leaves",
+            ["--victims", "launcher", "--patience", "3", "--orphans", "1"],
+            r"left behind after 3 s: \d+ \(sleep 600\)",
+            marks=LONG,
+        ),
+        ("repeats", ["--victims", "rank"], r"not equal: sha256 [0-9a-f.]+"),
+    ],
+)
 def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     result = kill_test(tmp_path, *ONCE, *options, how=how)
     assert result.status == 1, result.output
@@ -77,8 +104,10 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     assert "step " in pathlib.Path(path).read_text()
 
 
-@pytest.mark.parametrize(("name", "options", "status", "said"), [
-    pytest.param(*case, id=case[0], marks=LONG if i % 9 else ()) for i, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "options", "status", "said"),
+    [pytest.param(*case, id=case[0], marks=LONG if i % 9 else ()) for i, case in enumerate(CASES)],
+)
 def test_a_verdict_is_true(tmp_path, name, options, status, said):
     """On scripts that lose their work and seem not to, and the other way round."""
     text = next(text for key, text in SCRIPTS.items() if key.startswith(f"{name} |"))
@@ -92,15 +121,35 @@ def test_a_verdict_is_true(tmp_path, name, options, status, said):
     options = [word for word in words if not word.startswith("WRAPPER=")]
     alone = ["./script"] if text.startswith("#!") else [PYTHON, "L.py", tmp_path / "script"]
     env = {**ACTIVE, "TMPDIR": str(tmp_path), "WRAPPER": "".join(wrapper)}
-    result = run(PYTHON, KILL_TEST, "--rounds", 2, "--seed", 3, *options, "--", *alone, "old.json",
-                 cwd=tmp_path, env=env)
+    result = run(
+        PYTHON,
+        KILL_TEST,
+        "--rounds",
+        2,
+        "--seed",
+        3,
+        *options,
+        "--",
+        *alone,
+        "old.json",
+        cwd=tmp_path,
+        env=env,
+    )
     assert result.status == int(status) and re.search(said, result.output), result.output
 
 
 def test_ctrl_c_ends_all_processes(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    with running(PYTHON, KILL_TEST, "--", PYTHON, "job.py", "survives", cwd=tmp_path,
-                 env={"TMPDIR": str(tmp_path)}) as process:
+    with running(
+        PYTHON,
+        KILL_TEST,
+        "--",
+        PYTHON,
+        "job.py",
+        "survives",
+        cwd=tmp_path,
+        env={"TMPDIR": str(tmp_path)},
+    ) as process:
         read_until(process, "undisturbed: ")
         wait_until(lambda: len(family(process)) == 4, "the launcher, its ranks and a worker")
         process.send_signal(signal.SIGINT)
@@ -112,14 +161,23 @@ def test_ctrl_c_ends_all_processes(tmp_path):
 
 
 SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "epoch": [3, (4,)]}
-@pytest.mark.parametrize(("change", "row", "difference"), [
-    ({}, "", ""),
-    ({"weight": torch.tensor([1.5, float("nan")])}, "",
-     r"a.pt\['weight'\]: .*: 1 / 2 .*: 0.5 at index \(0,\).*"),
-    ({"weight": torch.ones(1)}, "", r"a.pt\['weight'\]: .* not match: .*\[1\].*\[2\].*"),
-    ({"epoch": [3, (5,)]}, "", r"a.pt\['epoch'\]\[1\]\[0\] is 5, not 4"),
-    ({"epoch": [3]}, "", r"a.pt\['epoch'\]\[1\] is missing"),
-    ({}, "3,0.1\n", r"log.csv\[2\] is new")])
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "difference"),
+    [
+        ({}, "", ""),
+        (
+            {"weight": torch.tensor([1.5, float("nan")])},
+            "",
+            r"a.pt\['weight'\]: .*: 1 / 2 .*: 0.5 at index \(0,\).*",
+        ),
+        ({"weight": torch.ones(1)}, "", r"a.pt\['weight'\]: .* not match: .*\[1\].*\[2\].*"),
+        ({"epoch": [3, (5,)]}, "", r"a.pt\['epoch'\]\[1\]\[0\] is 5, not 4"),
+        ({"epoch": [3]}, "", r"a.pt\['epoch'\]\[1\] is missing"),
+        ({}, "3,0.1\n", r"log.csv\[2\] is new"),
+    ],
+)
 def test_files_are_compared_by_their_content(monkeypatch, tmp_path, change, row, difference):
     words = ["--file", "a.pt", "--file", "log.csv", "--", "true"]
     monkeypatch.setattr(sys, "argv", [str(KILL_TEST), *words])
@@ -149,7 +207,7 @@ def test_the_command_of_the_page(request):
         # On a busy machine, all kills may come before the first snapshot.
         assert any(re.match(r" {11}\[rank 0/2\] resumed from ", line) for line in lines)
         page = shown.LAUNCH.read_text()
-        old, = (text for name, text in shown.BLOCK.findall(page) if name == path.name)
+        (old,) = (text for name, text in shown.BLOCK.findall(page) if name == path.name)
         shown.LAUNCH.write_text(page.replace(old, "\n".join([*lines, ""])))  # however many lines
         shown.write(path, command, lines)
     assert shown.masked(before[:2]) == shown.masked(lines[:2])

@@ -18,8 +18,13 @@ pytestmark = pytest.mark.long
 SCRIPT = ROOT / "template/train.py"
 CHECK = ROOT / "launch/check_machines.py"
 NODES = "node1", "node2"
-TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-id=345", "--rdzv-backend=c10d",
-            "--rdzv-endpoint=node1:29603")
+TORCHRUN = (
+    "torchrun",
+    "--nnodes=2",
+    "--rdzv-id=345",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=node1:29603",
+)
 
 
 @pytest.fixture
@@ -30,12 +35,17 @@ def lab(tmp_path):
 
 def test_machines_have_names_addresses_and_links_of_their_own(lab):
     connect = "import socket; socket.create_connection(('node2', 999), timeout=2)"
-    server = lab.start("node2", "python3", "-c", """
+    server = lab.start(
+        "node2",
+        "python3",
+        "-c",
+        """
 import socket
 server = socket.create_server(("", 999))
 print("up", flush=True)
 print(server.accept()[1][0], socket.gethostname())
-""")
+""",
+    )
     server.wait_for("up")
     lab("cut", "node2")
     assert re.search("node1 .* link up .*\nnode2 .* link down +1 proc", lab("list"))
@@ -73,11 +83,17 @@ print(got * 8 / (time.monotonic() - start) / 1e6)
 
 def test_links_are_held_to_a_rate(tmp_path):
     """In both directions, also when it changes under way; never faster, however busy this is."""
+
     def rate(sender, receiver, size):
         server = lab.start(receiver, "python3", "-c", RECEIVE)
         server.wait_for("up")
-        lab("run", sender, "python3", "-c", "import socket; socket.create_connection("
-            f"('{receiver}', 999)).sendall(bytes({size}))")
+        lab(
+            "run",
+            sender,
+            "python3",
+            "-c",
+            f"import socket; socket.create_connection(('{receiver}', 999)).sendall(bytes({size}))",
+        )
         return float(server.result().output.split()[-1])
 
     with Lab(tmp_path, 2, "--rate", "50mbit") as lab:
@@ -111,10 +127,14 @@ def test_the_story_of_the_document(tmp_path, request):
     job = Job(start("bash", "-c", script, cwd=tmp_path, env=lab.env))
     try:
         moment = 0
-        for number, patterns in enumerate([[r"rank 0/4\] epoch +4/"],
-            [r"rank 0/2\] resumed from snapshot.pt at epoch \d", r"rank 0/2\] epoch"],
-            [r"rank 0/4\] resumed from", r"rank 0/4\] epoch"], []
-        ]):
+        for number, patterns in enumerate(
+            [
+                [r"rank 0/4\] epoch +4/"],
+                [r"rank 0/2\] resumed from snapshot.pt at epoch \d", r"rank 0/2\] epoch"],
+                [r"rank 0/4\] resumed from", r"rank 0/4\] epoch"],
+                [],
+            ]
+        ):
             for pattern in patterns:
                 moment, _ = job.wait_for(rf"^\[{pattern}", moment)
             (tmp_path / f"go{number}").touch()
@@ -126,8 +146,12 @@ def test_the_story_of_the_document(tmp_path, request):
         printed = [line for line in output.splitlines() if line.startswith("[rank 0/")]
         shown.write(shown.FOLDER / "several_machines.txt", shown.LAB_STORY, printed)
     blocks = shown.BLOCK.findall(shown.LAUNCH.read_text())
-    lines = [line for name, block in blocks if name == "several_machines.txt"
-             for line in block.splitlines()]  # fmt: skip
+    lines = [
+        line
+        for name, block in blocks
+        if name == "several_machines.txt"
+        for line in block.splitlines()
+    ]
     assert len(lines) > 8 and set(masked(lines)) <= set(masked(output.splitlines()))
 
 
@@ -154,10 +178,13 @@ def test_the_start_by_ssh_of_the_document(tmp_path, lab):
     for key in ("host", "user"):
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key, cwd=tmp_path)
     (tmp_path / "ssh_config").write_text(
-        f"IdentityFile {tmp_path}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n")
-    serve = ("mount -t tmpfs none /run; mkdir /run/sshd; exec /usr/sbin/sshd -D -e -f /dev/null"
-             " -h $PWD/host -o AuthorizedKeysFile=$PWD/user.pub -o StrictModes=no"
-             " -o PermitRootLogin=yes -o PidFile=none")
+        f"IdentityFile {tmp_path}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+    )
+    serve = (
+        "mount -t tmpfs none /run; mkdir /run/sshd; exec /usr/sbin/sshd -D -e -f /dev/null"
+        " -h $PWD/host -o AuthorizedKeysFile=$PWD/user.pub -o StrictModes=no"
+        " -o PermitRootLogin=yes -o PidFile=none"
+    )
     for node in ("node1", "node2"):
         server = lab.start(node, "unshare", "--mount", "sh", "-c", serve)
         server.wait_for("Server listening on 0.0.0.0 port 22")
@@ -191,8 +218,10 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
     assert_well([first, second])
     assert first.lines(0)[-1] == "check passed: 2 ranks on 2 machines"
     for shared in ("", "1"):  # a store of torchrun, and one of rank 0
-        results = lab.run(*((node, *TORCHRUN, "--nproc-per-node=2", CHECK) for node in NODES),
-                          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=shared)  # fmt: skip
+        results = lab.run(
+            *((node, *TORCHRUN, "--nproc-per-node=2", CHECK) for node in NODES),
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=shared,
+        )
         assert_well(results)
         assert "check passed: 4 ranks on 2 machines" in results[0].output + results[1].output
 
@@ -215,8 +244,11 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path):
     call, cure = (*TORCHRUN, SCRIPT, 1, 1), {"GLOO_SOCKET_IFNAME": "eth0"}
     with Lab(tmp_path, 2, "loopback") as lab:
         for result, node in itertools.product(check(lab), NODES):
-            assert_error(result, f"{node} gives the others an address that only it can use (127.0."
-                                 f"1.1): on {node}, set GLOO_SOCKET_IFNAME to one of eth0")
+            assert_error(
+                result,
+                f"{node} gives the others an address that only it can use (127.0."
+                f"1.1): on {node}, set GLOO_SOCKET_IFNAME to one of eth0",
+            )
         short = (*call, "--timeout", 6)  # Gloo may try for five times as long
         results = lab.run(("node1", *short), ("node2", *short))
         assert all(result.status == 1 for result in results)
@@ -231,9 +263,18 @@ def test_a_host_name_on_loopback_and_its_cure(tmp_path):
 def test_machines_without_names(tmp_path):
     addresses, interface = ("10.77.0.1", "10.77.0.2"), {"GLOO_SOCKET_IFNAME": "eth0"}
     torchrun = [word.replace("node1", addresses[0]) for word in TORCHRUN]
-    calls = [(f"node{number}", *torchrun, f"--local-addr={addresses[number - 1]}",
-              f"--rdzv-conf=is_host={int(number == 1)}", SCRIPT, 1, 1)
-             for number in (1, 2)]  # fmt: skip
+    calls = [
+        (
+            f"node{number}",
+            *torchrun,
+            f"--local-addr={addresses[number - 1]}",
+            f"--rdzv-conf=is_host={int(number == 1)}",
+            SCRIPT,
+            1,
+            1,
+        )
+        for number in (1, 2)
+    ]
     with Lab(tmp_path, 2, "none") as lab:
         for result in check(lab):
             assert_error(result, "does not know the name node1: add it to /etc/hosts")
@@ -249,5 +290,11 @@ def test_machines_without_ipv4(tmp_path):
         for script in (ROOT / "03_multinode.py", SCRIPT):
             assert_well(lab.run(*((node, *TORCHRUN, script, 1, 1) for node in NODES)))
         port = str(random.randrange(20000, 30000))
-        assert_well(lab.run(*(("node1", "python", ROOT / "05_tcpstore.py", "--role", role, "--port",
-                               port) for role in ("server", "client"))))
+        assert_well(
+            lab.run(
+                *(
+                    ("node1", "python", ROOT / "05_tcpstore.py", "--role", role, "--port", port)
+                    for role in ("server", "client")
+                )
+            )
+        )

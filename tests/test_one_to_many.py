@@ -15,7 +15,8 @@ ONE, MANY = "docs/one_process.py", "docs/many_processes.py"
 SAMPLER = {
     "DataLoader, DistributedSampler,": "DataLoader, RandomSampler,",
     "DistributedSampler(dataset)": "RandomSampler(dataset, generator=torch.Generator())",
-    "sampler.set_epoch(epoch)": "sampler.generator.manual_seed(epoch)"}
+    "sampler.set_epoch(epoch)": "sampler.generator.manual_seed(epoch)",
+}
 REDUCE = re.search(r"\n +dist\.all_reduce.*", (ROOT / MANY).read_text())[0]
 
 
@@ -39,8 +40,10 @@ def apart(one, other):
     """(largest difference of the losses, of the weights) of two runs."""
     (losses, weights), (other_losses, other_weights) = one, other
     assert weights.keys() == other_weights.keys() and len(weights) == 4
-    return (max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
-            max((weights[name] - other_weights[name]).abs().max().item() for name in weights))
+    return (
+        max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
+        max((weights[name] - other_weights[name]).abs().max().item() for name in weights),
+    )
 
 
 def assert_same(one, other):
@@ -66,12 +69,16 @@ def test_the_loop_after_ends_with_the_same_weights(tmp_path, plain, world_size):
     assert sorted(os.listdir(tmp_path)) == ["model.pt"]
 
 
-@pytest.mark.parametrize("changes", [
-    {"    model = DDP(model)\n": "", "model.module": "model"},
-    SAMPLER,
-    {"64 // dist.get_world_size()": "64"},
-    {"        sampler.set_epoch(epoch)  # another order in each epoch\n": ""},
-], ids=["DDP", "DistributedSampler", "a share of the batch", "set_epoch"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"    model = DDP(model)\n": "", "model.module": "model"},
+        SAMPLER,
+        {"64 // dist.get_world_size()": "64"},
+        {"        sampler.set_epoch(epoch)  # another order in each epoch\n": ""},
+    ],
+    ids=["DDP", "DistributedSampler", "a share of the batch", "set_epoch"],
+)
 def test_without_a_line_the_weights_differ(tmp_path, plain, changes):
     result = fork_ranks(variant(tmp_path, MANY, changes), cwd=tmp_path)
     _, weights = apart(ended(result, tmp_path), plain)
@@ -80,8 +87,12 @@ def test_without_a_line_the_weights_differ(tmp_path, plain, changes):
 
 def test_without_three_other_lines(tmp_path, plain):
     """Each rank prints a loss of its own, and the plain model would not load what is saved."""
-    changes = {"range(5)": "range(1)", REDUCE: "", "dist.get_rank() == 0": "True",
-               "model.module": "model"}
+    changes = {
+        "range(5)": "range(1)",
+        REDUCE: "",
+        "dist.get_rank() == 0": "True",
+        "model.module": "model",
+    }
     result = fork_ranks(variant(tmp_path, MANY, changes), cwd=tmp_path)
     losses = re.findall(r"epoch 0: loss (\d\.\d{4})", result.output)
     assert len(losses) == 2 and all(abs(float(loss) - plain[0][0]) > 1e-2 for loss in losses)
@@ -93,7 +104,8 @@ def test_without_three_other_lines(tmp_path, plain):
 def test_both_loops_as_a_reader_starts_them(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     # With this variable set, torchrun does not say that it sets it.
-    result = run("sh", "-euc", shown.block("both loops"), cwd=tmp_path,
-                 env=ACTIVE | {"OMP_NUM_THREADS": "1"})
+    result = run(
+        "sh", "-euc", shown.block("both loops"), cwd=tmp_path, env=ACTIVE | {"OMP_NUM_THREADS": "1"}
+    )
     lines = re.findall(r"^epoch \d: loss \S+$", result.output, re.MULTILINE)
     assert result.status == 0 and len(lines) == 10 and lines[:5] == lines[5:], result.output

@@ -22,12 +22,21 @@ import one_gpu
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
 LIBRARIES = pathlib.Path(torch.__file__).parent / "lib"
 MESSAGES = {  # those that nothing here makes PyTorch say; they must still be in its library
-    "libtorch_cpu.so": ("The client socket has timed out after", "wait timeout after",
-                        "Failed to recv, got 0 bytes", "expect_autograd_hooks_",
-                        "refer to a single memory location", "Grad strides do not match bucket"),
-    "libtorch_cuda.so": ("Watchdog caught collective operation timeout", "watchdog got stuck for",
-                         "destroy_process_group() was not called before program exit",
-                         *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2"))}
+    "libtorch_cpu.so": (
+        "The client socket has timed out after",
+        "wait timeout after",
+        "Failed to recv, got 0 bytes",
+        "expect_autograd_hooks_",
+        "refer to a single memory location",
+        "Grad strides do not match bucket",
+    ),
+    "libtorch_cuda.so": (
+        "Watchdog caught collective operation timeout",
+        "watchdog got stuck for",
+        "destroy_process_group() was not called before program exit",
+        *NEW_MESSAGES * hasattr(dist, "ProcessGroupNCCL2"),
+    ),
+}
 
 
 def section(title):
@@ -63,8 +72,13 @@ def test_the_options_of_torchrun_exist():
 def meet(rank, line, port, path):
     """In a forked process: run a line of the document, on a port and a path of the test's own."""
     line = line.replace(":29605", f":{port}").replace("/tmp/meet-here", f"{path}/meet")
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     store = dist.FileStore(f"{path}/store", 2)
     exec(line, {"dist": dist, "rank": rank, "store": store})  # noqa: S102 a line of ours
     total = torch.tensor(rank + 1)
@@ -78,8 +92,9 @@ def test_the_four_ways_to_meet(tmp_path):
     assert len(lines) == 4
     for line in lines:
         with free_port() as port, tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            ranks = [forkserver.Process(target=meet, args=(rank, line, port, folder))
-                     for rank in (0, 1)]
+            ranks = [
+                forkserver.Process(target=meet, args=(rank, line, port, folder)) for rank in (0, 1)
+            ]
             for process in ranks:
                 process.start()
             for process in ranks:
@@ -103,24 +118,41 @@ def test_the_messages_of_torchrun(tmp_path):
     (tmp_path / "fails.py").write_text(
         "import os, time\nif os.environ['RANK'] == '0':\n"  # else tracebacks would mix
         "    raise RuntimeError('no record above main')\n"
-        "time.sleep(60)\n")
+        "time.sleep(60)\n"
+    )
     result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "fails.py", cwd=tmp_path)
-    assert quoted("Setting OMP_NUM_THREADS environment variable for each process to be 1") \
+    assert (
+        quoted("Setting OMP_NUM_THREADS environment variable for each process to be 1")
         in result.output
+    )
     assert quoted("To enable traceback see") in result.output.partition("Root Cause")[2]
     assert "RuntimeError: no record above main" in result.output.partition("Root Cause")[0]
 
-    result = run(*TORCHRUN, "--standalone", "--nproc-per-node=gpu", "fails.py", cwd=tmp_path,
-                 env={"CUDA_VISIBLE_DEVICES": ""})
+    result = run(
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=gpu",
+        "fails.py",
+        cwd=tmp_path,
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    )
     assert quoted("Cuda is not available.") in result.output
 
     (tmp_path / "strict.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
     result = run(PYTHON, "-m", "torch.distributed.launch", "strict.py", cwd=tmp_path)
     assert quoted("unrecognized arguments: --local-rank=0") in result.output
 
-    result = run(*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1",
-                 "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29603",
-                 "--rdzv-conf=read_timeout=5", "never.py", cwd=tmp_path)
+    result = run(
+        *TORCHRUN,
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-id=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=nobody.invalid:29603",
+        "--rdzv-conf=read_timeout=5",
+        "never.py",
+        cwd=tmp_path,
+    )
     assert quoted("The connection to the C10d store has failed") in result.output
 
 
@@ -144,6 +176,7 @@ def draw(monkeypatch):
     pytest.importorskip("matplotlib", reason="pip install -r requirements-dev.txt")
     monkeypatch.syspath_prepend(shown.PICTURES)
     import draw
+
     return draw
 
 
@@ -151,19 +184,25 @@ def test_the_pictures_are_those_of_their_logs(draw):
     """Each still one says from what it was drawn; those that move are drawn anew."""
     drawn = {path.stem: path for path in shown.PICTURES.glob("*.svg")}
     assert drawn.keys() == draw.STILL.keys() | draw.MOVING.keys()
-    linked = {(document.parent / link).resolve()
-              for document in shown.DOCUMENTS for link in shown.links(document)}  # fmt: skip
+    linked = {
+        (document.parent / link).resolve()
+        for document in shown.DOCUMENTS
+        for link in shown.links(document)
+    }
     for name, path in drawn.items():
         assert path in linked, f"{name}: no document shows it"
         whole = path.read_text()
-        assert (draw.source(*draw.STILL[name][1:]) in whole if name in draw.STILL
-                else draw.MOVING[name]().text() == whole), (
-            f"draw {name} anew: python docs/pictures/draw.py --redraw")  # fmt: skip
+        assert (
+            draw.source(*draw.STILL[name][1:]) in whole
+            if name in draw.STILL
+            else draw.MOVING[name]().text() == whole
+        ), f"draw {name} anew: python docs/pictures/draw.py --redraw"
 
 
 def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
-    whole = {epoch: loss for *_, epoch, loss in draw.epochs(draw.read(
-        draw.LOGS / "uninterrupted.log"))}  # fmt: skip
+    whole = {
+        epoch: loss for *_, epoch, loss in draw.epochs(draw.read(draw.LOGS / "uninterrupted.log"))
+    }
     lines = draw.read(draw.LOGS / "killed.log")
     [crash] = [i for i, (_, line) in enumerate(lines) if "crash on purpose" in line]
     before, after = draw.epochs(lines[:crash]), draw.epochs(lines[crash:])
@@ -183,12 +222,21 @@ def test_the_page_shows_what_one_gpu_has_shown():
 @pytest.mark.long
 def test_all_that_one_gpu_can_show_starts_without_one(tmp_path):
     """On a CPU, each check runs to its end, or says that it needs a GPU."""
-    result = run(ROOT / ".ci/gpu", tmp_path, "--pretend", "--seconds", 1500, cwd=tmp_path,
-                 env=ACTIVE, timeout=1600).ok()
+    result = run(
+        ROOT / ".ci/gpu",
+        tmp_path,
+        "--pretend",
+        "--seconds",
+        1500,
+        cwd=tmp_path,
+        env=ACTIVE,
+        timeout=1600,
+    ).ok()
     checks = json.loads((tmp_path / "one_gpu.json").read_text())["checks"]
     assert set(checks) == set(one_gpu.STEPS)
     ran = [name for name, entry in checks.items() if entry["result"] == "ok"]
-    assert len(ran) > 12 and all(re.match("ok$|skipped: (needs|there is)", entry["result"])
-                                 for entry in checks.values()), result.output
+    assert len(ran) > 12 and all(
+        re.match("ok$|skipped: (needs|there is)", entry["result"]) for entry in checks.values()
+    ), result.output
     result = run(PYTHON, ROOT / ".ci/one_gpu.py", "--write", tmp_path, cwd=tmp_path)
     assert result.status == 1 and "comes from a pretended GPU" in result.output

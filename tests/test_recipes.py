@@ -14,11 +14,24 @@ from started import PYTHON, ROOT, TORCHRUN, run
 
 NAMES = sorted(path.stem for path in ROOT.glob("recipes/*.py"))
 # They take long. In plain pytest, the answers of most are tested, pasted into a script.
-SLOW = {"checkpoint_activations", "checkpoint_any_world_size", "context_parallel",
-        "dry_run_1024_ranks", "evaluate_with_shards", "expert_parallel", "go_on_without",
-        "leave_in_time", "pretrained_to_shards", "randomness", "send_fewer_bytes",
-        "shard_inside_machines", "shard_with_fsdp2", "tensor_parallel", "three_dimensions",
-        "weights_to_serve"}
+SLOW = {
+    "checkpoint_activations",
+    "checkpoint_any_world_size",
+    "context_parallel",
+    "dry_run_1024_ranks",
+    "evaluate_with_shards",
+    "expert_parallel",
+    "go_on_without",
+    "leave_in_time",
+    "pretrained_to_shards",
+    "randomness",
+    "send_fewer_bytes",
+    "shard_inside_machines",
+    "shard_with_fsdp2",
+    "tensor_parallel",
+    "three_dimensions",
+    "weights_to_serve",
+}
 
 
 def docstring(name):
@@ -29,7 +42,9 @@ def ranks(name):
     """How many ranks the command in the docstring starts; 0 for plain python."""
     found = re.findall(
         rf"^    (?:torchrun --standalone --nproc-per-node=(\d)|python) recipes/{name}\.py$",
-        docstring(name), re.MULTILINE)
+        docstring(name),
+        re.MULTILINE,
+    )
     assert len(found) == 1, f"{len(found)} commands in the docstring of {name}"
     return int(found[0] or 0)
 
@@ -44,16 +59,23 @@ NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
 
 def like(shown, printed, name):
     """Whether a line is the shown one: up to rounding, which differs from CPU to CPU."""
-    lines = [re.sub(r"\b[0-9a-f]{12}\b|[\d.]+ (s\b|examples/s)", "#", line)  # checksums and times
-             for line in (shown, printed)]
+    lines = [
+        re.sub(r"\b[0-9a-f]{12}\b|[\d.]+ (s\b|examples/s)", "#", line)  # checksums and times
+        for line in (shown, printed)
+    ]
     text, other = (re.sub(rf"{NUMBER}| +", " ", line).split() for line in lines)
-    return text == other and (name == "leave_in_time" or all(  # there, a matter of time
-        one == other if one.isdigit() else float(other) == pytest.approx(float(one), 0.02, 2e-5)
-        for one, other in zip(*(re.findall(NUMBER, line) for line in lines), strict=True)))
+    return text == other and (
+        name == "leave_in_time"
+        or all(  # there, a matter of time
+            one == other if one.isdigit() else float(other) == pytest.approx(float(one), 0.02, 2e-5)
+            for one, other in zip(*(re.findall(NUMBER, line) for line in lines), strict=True)
+        )
+    )
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES]
+)
 def test_prints_what_its_docstring_shows(tmp_path, name):
     if ranks(name):
         result = fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name))
@@ -76,14 +98,18 @@ def test_runs_on_another_number_of_ranks_and_as_on_a_gpu(tmp_path, name):
     # Machines of two ranks; meshes of 8 or 4.
     more = {"shard_inside_machines": 2, "three_dimensions": -4}.get(name, 1)
     defaults = None if name == "who_is_missing" else as_gpu.defaults  # it would name that file
-    fork_ranks(f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + more,
-                        before=defaults).ok()
+    fork_ranks(
+        f"recipes/{name}.py", cwd=tmp_path, world_size=ranks(name) + more, before=defaults
+    ).ok()
 
 
 def test_the_table_of_the_recipes_is_what_they_show():
     """A row for each: its question; and no figure that its own output does not have."""
-    table = re.findall(r"^\| (.+\?) \| (.+) \| \[(\w+)\]\((\w+)\.py\) \| (.+) \| (.*) \|$",
-                       (ROOT / "recipes/README.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| (.+\?) \| (.+) \| \[(\w+)\]\((\w+)\.py\) \| (.+) \| (.*) \|$",
+        (ROOT / "recipes/README.md").read_text(),
+        re.MULTILINE,
+    )
     assert sorted(name for _, _, name, _, _, _ in table) == NAMES
     for question, answer, name, file, right, wrong in table:
         assert docstring(name).startswith(f"{question}\n") and file == name and answer
@@ -108,78 +134,182 @@ SMALL = {
     "dry_run_1024_ranks": {
         "RANKS, RANK = 1024, 8": "RANKS, RANK = 64, 8",
         '"width": 4096, "blocks": 8, "rows": 4096': '"width": 64, "blocks": 4, "rows": 64',
-        'start_method="forkserver"': 'start_method="fork"'},
-    "go_on_without": {'mp.get_context("spawn")': 'mp.get_context("fork")'}}
+        'start_method="forkserver"': 'start_method="fork"',
+    },
+    "go_on_without": {'mp.get_context("spawn")': 'mp.get_context("fork")'},
+}
 # Their broken copies run in plain pytest, too.
 QUICK = {"metrics", "resume_mid_epoch", "unequal_micro_batches"}
 # [(recipe, the error's message, a statement, what stands in its place)]
 BROKEN = [
-    ("accumulate", "no_sync around both",
-     "i < len(micro_batches) - 1 else contextlib.nullcontext():\n            (mean",
-     "i < 0 else contextlib.nullcontext():\n            (mean"),
-    ("agree", r"not all left together: early stopping, epochs \[3, 3\], errors \['', 'Timed out",
-     'them. All ranks must call it."""\n', 'them."""\n    return condition\n'),
-    ("checkpoint_activations", "not so: the right ways keep a block's input",
-     "(block, **options)", "(block, **options) if compiler is None else block"),
-    ("checkpoint_any_world_size", "training goes on in another way",
-     "manual_seed(step)", "manual_seed(step * world_size)"),
+    (
+        "accumulate",
+        "no_sync around both",
+        "i < len(micro_batches) - 1 else contextlib.nullcontext():\n            (mean",
+        "i < 0 else contextlib.nullcontext():\n            (mean",
+    ),
+    (
+        "agree",
+        r"not all left together: early stopping, epochs \[3, 3\], errors \['', 'Timed out",
+        'them. All ranks must call it."""\n',
+        'them."""\n    return condition\n',
+    ),
+    (
+        "checkpoint_activations",
+        "not so: the right ways keep a block's input",
+        "(block, **options)",
+        "(block, **options) if compiler is None else block",
+    ),
+    (
+        "checkpoint_any_world_size",
+        "training goes on in another way",
+        "manual_seed(step)",
+        "manual_seed(step * world_size)",
+    ),
     ("clip_and_scale", "nan weights without and with", "norm.isfinite() or not look", "True"),
     ("clip_and_scale", "two optimizers: nan", "not look or norm.isfinite()", "True"),
-    ("context_parallel", r"not so: the model's gradient is that of one process\n",
-     "return out * weights[0] + part * weights[1]", "return out + part"),
-    ("contrastive", "AllGather does not give",
-     "dist.reduce_scatter(own, parts)\n", "own = parts[dist.get_rank()]\n"),
-    ("dry_run_1024_ranks", r"FSDP2: rank \d+ has .*; its dry run",
-     "fully_shard(block, mesh=mesh[\"data\"])\n",
-     ("fully_shard(block, mesh=mesh[\"data\"],"
-      "            reshard_after_forward=dist.get_backend() == 'fake')\n")),
-    ("evaluate_with_shards", r"evaluation: \[0\] wait in vain; loss 3",
-     ("if i < len(batches):  # otherwise it was only for the others\n"
-      "                total[0] += losses.double().sum()\n"),
-     "if True:\n                total[0] += losses.double().sum()\n"),
-    ("expert_parallel", "not so: the right ways have the gradient of one process",
-     "torch.cat(outputs)[by_expert.argsort()]", "torch.cat(outputs)"),
-    ("go_on_without", "the survivors did not train as",
-     "job)\n            dist.barrier()\n", "job, old_share)\n            dist.barrier()\n"),
-    ("leave_in_time", "this is not what this file says of asks in each step",
-     "dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)", "flag.zero_()"),
-    ("metrics", "AUC over all ranks: 0.", "dist.all_gather_object(shares, own, group=cpus)",
-     "shares = [own]"),
-    ("pretrained_to_shards", "rank 0 reads: outputs off by",
-     "    fill_buffers(model, YourModel)\n    state", "    state"),
-    ("randomness", "the dropout masks do not repeat",
-     "manual_seed(seed(step, world_size, rank))", "manual_seed(seed(step, 2, rank % 2 * 2))"),
+    (
+        "context_parallel",
+        r"not so: the model's gradient is that of one process\n",
+        "return out * weights[0] + part * weights[1]",
+        "return out + part",
+    ),
+    (
+        "contrastive",
+        "AllGather does not give",
+        "dist.reduce_scatter(own, parts)\n",
+        "own = parts[dist.get_rank()]\n",
+    ),
+    (
+        "dry_run_1024_ranks",
+        r"FSDP2: rank \d+ has .*; its dry run",
+        'fully_shard(block, mesh=mesh["data"])\n',
+        (
+            'fully_shard(block, mesh=mesh["data"],'
+            "            reshard_after_forward=dist.get_backend() == 'fake')\n"
+        ),
+    ),
+    (
+        "evaluate_with_shards",
+        r"evaluation: \[0\] wait in vain; loss 3",
+        (
+            "if i < len(batches):  # otherwise it was only for the others\n"
+            "                total[0] += losses.double().sum()\n"
+        ),
+        "if True:\n                total[0] += losses.double().sum()\n",
+    ),
+    (
+        "expert_parallel",
+        "not so: the right ways have the gradient of one process",
+        "torch.cat(outputs)[by_expert.argsort()]",
+        "torch.cat(outputs)",
+    ),
+    (
+        "go_on_without",
+        "the survivors did not train as",
+        "job)\n            dist.barrier()\n",
+        "job, old_share)\n            dist.barrier()\n",
+    ),
+    (
+        "leave_in_time",
+        "this is not what this file says of asks in each step",
+        "dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)",
+        "flag.zero_()",
+    ),
+    (
+        "metrics",
+        "AUC over all ranks: 0.",
+        "dist.all_gather_object(shares, own, group=cpus)",
+        "shares = [own]",
+    ),
+    (
+        "pretrained_to_shards",
+        "rank 0 reads: outputs off by",
+        "    fill_buffers(model, YourModel)\n    state",
+        "    state",
+    ),
+    (
+        "randomness",
+        "the dropout masks do not repeat",
+        "manual_seed(seed(step, world_size, rank))",
+        "manual_seed(seed(step, 2, rank % 2 * 2))",
+    ),
     ("resume_mid_epoch", "going on by", "shuffled(epoch, self", "shuffled(self.rank, self"),
-    ("send_fewer_bytes", "the bytes are not as few",
-     "(None, default_hooks.bf16_compress_hook)\n", "(None, default_hooks.allreduce_hook)\n"),
-    ("shard_inside_machines", "not so: .*only rows by machine give another gradient",
-     "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)",
-     ("    mesh = mesh['shard']\n"
-      "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)")),
-    ("shard_with_fsdp2", "FSDP2: this is not",
-     "fully_shard(block, mesh=mesh, **options)  # gathered", "pass  # gathered"),
-    ("stream", "split by rank and worker: not every sample is delivered 1 times",
-     "start, step = self.rank * workers + me, self.world_size * workers\n        # Every",
-     "start, step = self.rank, self.world_size\n        # Every"),
-    ("tensor_parallel", "not so: split layers train like one process",
-     '[mesh["dp"].get_local_rank()::mesh["dp"].size()]',
-     "[dist.get_rank()::dist.get_world_size()]"),
-    ("tensor_parallel", ".*got mixed torch.Tensor and DTensor",
-     "AdamW(by_mesh(model.parameters()),", "AdamW(model.parameters(),"),
-    ("three_dimensions", "dp 1, pp 4, tp 2 does not train",
-     "dist.all_reduce(tied.grad.to_local(), group=ends)", "pass"),
-    ("unequal_micro_batches", "the sum over all tokens does",
-     "dist.all_reduce(tokens)  # of", "# of"),
-    ("weights_to_serve", "the averaged weights differ",
-     "(model(torch.randn", "(model.module(torch.randn"),
-    ("who_is_missing", "the call that rank 0 made alone is not",
-     "if dist.get_rank() == 0:\n        val", "if True:\n        val"),
+    (
+        "send_fewer_bytes",
+        "the bytes are not as few",
+        "(None, default_hooks.bf16_compress_hook)\n",
+        "(None, default_hooks.allreduce_hook)\n",
+    ),
+    (
+        "shard_inside_machines",
+        "not so: .*only rows by machine give another gradient",
+        "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)",
+        (
+            "    mesh = mesh['shard']\n"
+            "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)"
+        ),
+    ),
+    (
+        "shard_with_fsdp2",
+        "FSDP2: this is not",
+        "fully_shard(block, mesh=mesh, **options)  # gathered",
+        "pass  # gathered",
+    ),
+    (
+        "stream",
+        "split by rank and worker: not every sample is delivered 1 times",
+        "start, step = self.rank * workers + me, self.world_size * workers\n        # Every",
+        "start, step = self.rank, self.world_size\n        # Every",
+    ),
+    (
+        "tensor_parallel",
+        "not so: split layers train like one process",
+        '[mesh["dp"].get_local_rank()::mesh["dp"].size()]',
+        "[dist.get_rank()::dist.get_world_size()]",
+    ),
+    (
+        "tensor_parallel",
+        ".*got mixed torch.Tensor and DTensor",
+        "AdamW(by_mesh(model.parameters()),",
+        "AdamW(model.parameters(),",
+    ),
+    (
+        "three_dimensions",
+        "dp 1, pp 4, tp 2 does not train",
+        "dist.all_reduce(tied.grad.to_local(), group=ends)",
+        "pass",
+    ),
+    (
+        "unequal_micro_batches",
+        "the sum over all tokens does",
+        "dist.all_reduce(tokens)  # of",
+        "# of",
+    ),
+    (
+        "weights_to_serve",
+        "the averaged weights differ",
+        "(model(torch.randn",
+        "(model.module(torch.randn",
+    ),
+    (
+        "who_is_missing",
+        "the call that rank 0 made alone is not",
+        "if dist.get_rank() == 0:\n        val",
+        "if True:\n        val",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "message", "old", "new"), [
-    pytest.param(*row, id=f"{row[0]}-{number}", marks=[pytest.mark.long] * (row[0] not in QUICK))
-    for number, row in enumerate(BROKEN)])
+@pytest.mark.parametrize(
+    ("name", "message", "old", "new"),
+    [
+        pytest.param(
+            *row, id=f"{row[0]}-{number}", marks=[pytest.mark.long] * (row[0] not in QUICK)
+        )
+        for number, row in enumerate(BROKEN)
+    ],
+)
 def test_fails_without_its_cure(tmp_path, name, message, old, new):
     script = variant(tmp_path, f"recipes/{name}.py", SMALL.get(name, {}) | {old: new})
     if ranks(name):
@@ -213,25 +343,39 @@ def test_sigterm_writes_the_record_of_a_rank_that_waits_in_a_call(tmp_path):
     """Started as torchrun does: with a thread of numpy's, which is in no forked process."""
     (tmp_path / "job.py").write_text(TERMINATED)
     recipe = ROOT / "recipes/who_is_missing.py"
-    result = run(*TORCHRUN, "--standalone", "--nproc-per-node=2", "job.py", recipe, cwd=tmp_path,
-                 env={"OMP_NUM_THREADS": "2"})
+    result = run(
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=2",
+        "job.py",
+        recipe,
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "2"},
+    )
     assert 'job.py", line 11 in <module>' in result.output, result.output
     script = runpy.run_path(str(recipe))
     found = script["first_difference"](script["load_records"](tmp_path, 2))
     assert script["describe"](*found)[1:] == [
         "rank 0 called all_reduce Float[4] in <module> (job.py:11)",
-        "rank 1 made 1 calls, and no call 2"]
+        "rank 1 made 1 calls, and no call 2",
+    ]
 
 
-HANGS = {"os.kill(os.getpid(), signal.SIGKILL)\n": "time.sleep(20)\n",
-         "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)"}
+HANGS = {
+    "os.kill(os.getpid(), signal.SIGKILL)\n": "time.sleep(20)\n",
+    "TIMEOUT = timedelta(seconds=10)": "TIMEOUT = timedelta(seconds=5)",
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"KILLED, KILL_STEP = 1": "KILLED, KILL_STEP = 0"}, "rank 0 of 3 died in step 5"),
-    (HANGS, "process 1 came too late: the others have gone on without it"),
-], ids=["rank 0", "hangs"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"KILLED, KILL_STEP = 1": "KILLED, KILL_STEP = 0"}, "rank 0 of 3 died in step 5"),
+        (HANGS, "process 1 came too late: the others have gone on without it"),
+    ],
+    ids=["rank 0", "hangs"],
+)
 def test_the_others_train_on(tmp_path, changes, said):
     """As one process does, which the recipe itself checks, of rank 1 that dies."""
     script = variant(tmp_path, "recipes/go_on_without.py", SMALL["go_on_without"] | changes)

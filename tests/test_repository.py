@@ -17,40 +17,55 @@ SCRIPTS = sorted(ROOT.glob("0*_*.py"))
 PITFALLS = sorted(ROOT.glob("pitfalls/*.py"))
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
 TEMPLATE = [ROOT / "template/train.py"]
-OTHERS = [ROOT / path for path in (
-    "docs/pictures/draw.py", "launch/check_machines.py",
-    "launch/kill_test.py", "benchmarks/parts/plot.py", "benchmarks/parts/smallest_ddp.py")]
+OTHERS = [
+    ROOT / path
+    for path in (
+        "docs/pictures/draw.py",
+        "launch/check_machines.py",
+        "launch/kill_test.py",
+        "benchmarks/parts/plot.py",
+        "benchmarks/parts/smallest_ddp.py",
+    )
+]
 OTHERS += [*sorted(ROOT.glob("benchmarks/*.py")), *TEMPLATE]
 # Each script tells its own story there.
 OWN = {"main", "parse_args", "worker", "train", "broken", "broken_too", "fixed"}
 
 # Commands that are shown and not run as they stand: {pattern: the reason}.
 NOT_RUN = {
-    r"torchrun .*-node=gpu .*\b0\d_\w+.py( 50 10)?|python 01\S+.py 50 10|pytest -m gpu":
-        "needs a GPU; the same script runs on the CPU in these tests",
-    "python launch/check_machines.py node1 node2|torchrun --nnodes=2 .* launch/check_machines.py":
-        "test_lab.py runs it on two machines of launch/lab",
+    r"torchrun .*-node=gpu .*\b0\d_\w+.py( 50 10)?|python 01\S+.py 50 10|pytest -m gpu": (
+        "needs a GPU; the same script runs on the CPU in these tests"
+    ),
+    "python launch/check_machines.py node1 node2|torchrun --nnodes=2 .* launch/check_machines.py": (
+        "test_lab.py runs it on two machines of launch/lab"
+    ),
     "sbatch launch/slurm.sbatch 6000 1000": "test_slurm.py runs it, for other epochs on CPUs",
-    "python 05_tcpstore.py --role (server|client) --port 29605":
-        "needs its other half: test_05_tcpstore.py runs both, on a free port",
-    r"python download_mnist.py( --(data-dir|mirror) \S+)?":
-        "needs the network; test_download_mnist.py runs it against a mirror on this machine",
-    "python3 -m venv .venv|. .venv/bin/activate|pip install -r requirements(-dev)?.txt":
-        "installs the packages: .ci/run runs it, in a fresh virtual environment",
+    "python 05_tcpstore.py --role (server|client) --port 29605": (
+        "needs its other half: test_05_tcpstore.py runs both, on a free port"
+    ),
+    r"python download_mnist.py( --(data-dir|mirror) \S+)?": (
+        "needs the network; test_download_mnist.py runs it against a mirror on this machine"
+    ),
+    "python3 -m venv .venv|. .venv/bin/activate|pip install -r requirements(-dev)?.txt": (
+        "installs the packages: .ci/run runs it, in a fresh virtual environment"
+    ),
     "pytest( -m long( --write-transcripts)?)?": ".ci/run runs the tests",
-    "pytest tests/test_(recipes.py tests/test_recipes_pasted.py -k my_recipe|exer.* 22_) .*":
-        "it runs these tests",
+    "pytest tests/test_(recipes.py tests/test_recipes_pasted.py -k my_recipe|exer.* 22_) .*": (
+        "it runs these tests"
+    ),
     "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
-    r".+ (recipes/(?!acc|agree)|pitfalls/(?!coll|no_d|orph|own|small_s|sta\S+y$))\w+.py( --fixed)?":
-        "test_recipes.py and test_pitfalls.py run it, in forked processes",
+    r".+ (recipes/(?!acc|agree)|pitfalls/(?!col|no_d|or|own|small_s|sta\S+y$))\w+.py( --fixed)?": (
+        "test_recipes.py and test_pitfalls.py run it, in forked processes"
+    ),
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
     shown.KILL_TEST: "test_kill_test.py runs it, with a look at its figures",
     shown.CHECK_TRAINING: "test_check_training.py runs it, on a script with two mistakes",
     r"python benchmarks/\w+.py": "takes minutes; test_benchmarks.py runs it at its smallest",
-    "python benchmarks/parts/plot.py( benchmarks/results/throughput-cpu.json)?":
-        "each of the benchmarks draws its own results with it",
+    "python benchmarks/parts/plot.py( benchmarks/results/throughput-cpu.json)?": (
+        "each of the benchmarks draws its own results with it"
+    ),
     r"(python|torchrun .*-node=2) benchmarks/parts/smallest_ddp.py( \d)+": "startup.py runs it",
 }
 
@@ -64,11 +79,14 @@ def last_shown(path):
 # What a command without a transcript prints, and without which status 0 would be worth nothing.
 PROOFS = {
     "04_collectives.py": "7 sections passed their checks on 4 ranks, by gloo",
-    "06_model_parallel_ddp.py": "2 replicas of the model are identical, sha256 .+"}
+    "06_model_parallel_ddp.py": "2 replicas of the model are identical, sha256 .+",
+}
 PROOFS |= {f"pitfalls/{path.name}": "symptom: .+" for path in PITFALLS}
 PROOFS |= {str(path.relative_to(ROOT)): last_shown(path) for path in [*RECIPES, *TEMPLATE]}
-MAIN_JOB = ("torchrun --standalone --nproc-per-node=2 --max-restarts=3"
-            " 02_torchrun_elastic.py 6 1 --crash-epoch 3")
+MAIN_JOB = (
+    "torchrun --standalone --nproc-per-node=2 --max-restarts=3"
+    " 02_torchrun_elastic.py 6 1 --crash-epoch 3"
+)
 
 
 def shell_commands(text):
@@ -98,8 +116,9 @@ def commands_shown():
 
 
 SHOWN = commands_shown()
-RUN = {command for command in SHOWN
-       if not any(re.fullmatch(pattern, command) for pattern in NOT_RUN)}
+RUN = {
+    command for command in SHOWN if not any(re.fullmatch(pattern, command) for pattern in NOT_RUN)
+}
 TRANSCRIPTS = {shown.read(path)[0]: path for path in shown.FOLDER.glob("*.txt")}
 
 
@@ -153,7 +172,11 @@ def test_a_command_that_is_shown(tmp_path, command, request):
 def test_every_command_of_the_documents_has_a_transcript():
     of_documents = {c for c in RUN if any(file.endswith(".md") for file in SHOWN[c])}
     transcripts = TRANSCRIPTS.keys() - {
-        shown.LAB_STORY, shown.KILL_TEST, shown.CHECK_TRAINING, shown.EXERCISE}
+        shown.LAB_STORY,
+        shown.KILL_TEST,
+        shown.CHECK_TRAINING,
+        shown.EXERCISE,
+    }
     assert MAIN_JOB in of_documents <= transcripts <= RUN
     for path in SCRIPTS:
         assert any(f" {path.name}" in command for command in of_documents), path.name
@@ -185,8 +208,11 @@ def test_the_main_job_prints_what_the_readme_shows(tmp_path, request):
 def functions(path):
     """{name: text} of the functions and classes of a file, but for those in which it is its own."""
     text = path.read_text()
-    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN}
+    return {
+        node.name: ast.get_source_segment(text, node)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN
+    }
 
 
 def test_functions_of_one_name_have_one_text():
@@ -205,8 +231,11 @@ def test_functions_of_one_name_have_one_text():
 def test_scripts_stand_alone():
     allowed = {"torch", "torchvision", "tqdm", "numpy"}  # torchvision needs numpy, too
     for path in [*SCRIPTS, ROOT / "download_mnist.py", *PITFALLS]:
-        imports = [node for node in ast.walk(ast.parse(path.read_text()))
-                   if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
         names = [getattr(node, "module", node.names[0].name) for node in imports]
         modules = {name.partition(".")[0] for name in names}
         assert modules - set(sys.stdlib_module_names) <= allowed, path.name
@@ -218,8 +247,11 @@ def test_the_links_of_the_pages_lead_somewhere():
         for link in shown.links(document):
             assert shown.leads_somewhere(document, link), (document, link)
     linked = {link.partition("#")[0] for link in shown.links(shown.README)}
-    pages = {str(path.relative_to(ROOT)) for path in shown.DOCUMENTS
-             if not {"example", "machines.md"} & {*path.parts}}  # to which template/ leads
+    pages = {
+        str(path.relative_to(ROOT))
+        for path in shown.DOCUMENTS
+        if not {"example", "machines.md"} & {*path.parts}
+    }  # to which template/ leads
     pages -= {"README.md"}
     assert pages - linked == set(), "README.md does not lead there"
 

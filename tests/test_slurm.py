@@ -47,7 +47,8 @@ FAKES = {
     "scancel": 'kill "$(cat step)"',
     "python": 'exec $PYTHON "$@"',
     "srun": 'echo "srun $* $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>calls; cp "$WRITES" train.pt;'
-            ' echo $$ >step; exec sleep 60'}
+    " echo $$ >step; exec sleep 60",
+}
 
 
 def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", **env):
@@ -59,9 +60,17 @@ def start_until_the_end_is_near(folder, writes="/dev/null", tell="the script", *
         path.chmod(0o755)
     for name in ("step", "calls"):
         (folder / name).unlink(missing_ok=True)
-    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "1",
-           "SLURM_JOB_NAME": "multinode", "SLURM_JOB_NODELIST": "node1", "WRITES": str(writes),
-           "SLURM_CPUS_PER_TASK": None, "SHOWN": "PreemptTime=None", "PYTHON": "true", **env}
+    env = {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "multinode",
+        "SLURM_JOB_NODELIST": "node1",
+        "WRITES": str(writes),
+        "SLURM_CPUS_PER_TASK": None,
+        "SHOWN": "PreemptTime=None",
+        "PYTHON": "true",
+        **env,
+    }
     with running("bash", ROOT / "launch/slurm.sbatch", 2, 1, cwd=folder, env=env) as job:
         wait_until((folder / "step").exists, "srun is called")
         if tell == "the script":
@@ -87,7 +96,8 @@ def test_no_start_without_progress_is_followed_by_another(tmp_path):
         path = tmp_path / "saved.pt"  # by ranks that go on from one and write another
         torch.save({"model": {}, "step": step, "due": False, "plan": str(time.monotonic())}, path)
         status, calls = start_until_the_end_is_near(
-            tmp_path, path, PYTHON=PYTHON, SLURM_CPUS_PER_TASK="4")
+            tmp_path, path, PYTHON=PYTHON, SLURM_CPUS_PER_TASK="4"
+        )
         assert (status, "scontrol requeue 1" in calls) == (not requeued, requeued), step
         assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 bash" in calls and " 2 1 150\n" in calls
 
@@ -118,19 +128,28 @@ def slurm(tmp_path):
             return lab("run", "node1", "env", *variables, *words, check=check)
 
         command.wait_until = partial(
-            wait_until, what=lambda: [job.output()[-3000:] for job in lab.jobs],
-            timeout=300, pause=0.2)
-        command.wait_until(lambda: command("sinfo", "-h", "-N", "-o", "%T", check=False).split()
-                           == ["idle"] * 2)
+            wait_until,
+            what=lambda: [job.output()[-3000:] for job in lab.jobs],
+            timeout=300,
+            pause=0.2,
+        )
+        command.wait_until(
+            lambda: command("sinfo", "-h", "-N", "-o", "%T", check=False).split() == ["idle"] * 2
+        )
         yield command
 
 
 @pytest.mark.long
 def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp_path, slurm):
     (tmp_path / "template").mkdir()
-    variant(tmp_path / "template", "template/train.py", (  # step 21 waits for SIGTERM
-        "add_up_gradients = lambda *args, old=add_up_gradients: ([time.sleep(.1) for _ in iter("
-        "lambda: args[2] == 21 and not survive.SIGTERM_CAME.is_set(), 0)], old(*args))[1]"))
+    variant(
+        tmp_path / "template",
+        "template/train.py",
+        (  # step 21 waits for SIGTERM
+            "add_up_gradients = lambda *args, old=add_up_gradients: ([time.sleep(.1) for _ in iter("
+            "lambda: args[2] == 21 and not survive.SIGTERM_CAME.is_set(), 0)], old(*args))[1]"
+        ),
+    )
     log = tmp_path / "multinode-1.log"
     arguments = (60, 20, "--batch-size", 8)  # it is told to leave after the first save
     submitted = slurm("sbatch", ROOT / "launch/slurm.sbatch", *arguments, PROCESSES=2)
@@ -156,8 +175,9 @@ def test_a_requeued_job_goes_on_at_its_step_and_ends_as_an_uninterrupted_one(tmp
     assert steps == [*range(10, 61, 10)], "a step was trained twice, or not at all"
     (whole := tmp_path / "whole").mkdir()
     fork_ranks("template/train.py", *arguments, cwd=whole, world_size=4, timeout=400)
-    ours, theirs = (torch.load(folder / "train.pt", weights_only=True)["model"]
-                    for folder in (tmp_path, whole))
+    ours, theirs = (
+        torch.load(folder / "train.pt", weights_only=True)["model"] for folder in (tmp_path, whole)
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -179,12 +199,15 @@ def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     install, commands = shown.block("torchx").split("\n", 1)
     assert install.startswith("pip install ")
-    result = run("bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path},
-                 timeout=600).ok()
+    result = run(
+        "bash", "-euc", commands, cwd=tmp_path, env=ACTIVE | {"HOME": tmp_path}, timeout=600
+    ).ok()
     here, slurm, kubernetes = re.split(r"^=== APPLICATION ===$", result.output, flags=re.MULTILINE)
     assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
-    torchrun = (r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
-                r" --rdzv_id .*? --nnodes 2 --nproc_per_node 8 .*? 03_multinode.py 50 10")
+    torchrun = (
+        r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
+        r" --rdzv_id .*? --nnodes 2 --nproc_per_node 8 .*? 03_multinode.py 50 10"
+    )
     for scheduler in slurm.partition("#!/bin/bash\n")[2], kubernetes:
         assert len(re.findall(torchrun, " ".join(scheduler.split()))) == 2, scheduler
     assert slurm.count("--mem=64000 --gpus-per-task=8") == 2

@@ -120,6 +120,8 @@ def mean_loss(model, batch, step):
     return share * cross_entropy(logits, labels) + (1 - share) * cross_entropy(
         logits, labels.flip(0))
 """
+
+
 def swapped(folder, script):
     """Write the script with all of that in it; the lessons' loader is that of their comment."""
     if script == TEMPLATE:
@@ -141,8 +143,16 @@ def play(folder, script, world_size, plan=()):
     (folder / "plan").write_text("\n".join(plan))
     for starts in range(1 + len(plan)):
         assert (folder / "plan").read_text() == "\n".join(plan[starts:]), output
-        result = fork_ranks(path, *arguments, "--batch-size", BATCH, "--snapshot-path",
-                            "snapshot.pt", cwd=folder, world_size=world_size)
+        result = fork_ranks(
+            path,
+            *arguments,
+            "--batch-size",
+            BATCH,
+            "--snapshot-path",
+            "snapshot.pt",
+            cwd=folder,
+            world_size=world_size,
+        )
         output += result.output
         assert (result.status == 0) == (starts == len(plan)), output
     return folder, output
@@ -151,8 +161,11 @@ def play(folder, script, world_size, plan=()):
 def noted(folder, name):
     """What the model has noted in one of its files, without the pass that settles DDP's order."""
     seen = map(json.loads, (folder / name).read_text().splitlines())
-    return [each for each in seen if not (
-        name == "trained" and each["items"] == [0, 4] or each.get("settles"))]
+    return [
+        each
+        for each in seen
+        if not (name == "trained" and each["items"] == [0, 4] or each.get("settles"))
+    ]
 
 
 def steps_of(folder, passes=1):
@@ -170,8 +183,10 @@ def assert_counted_once_and_drawn_anew(folder, evaluations):
     tested = itertools.chain(*(seen["items"] for seen in noted(folder, "evaluated")))
     assert sorted(tested) == sorted(evaluations * [*range(TEST)])
     trained = noted(folder, "trained")
-    drawn = [[seen["drawn"] for seen in trained],
-             [numbers for seen in trained for numbers in seen["augmented"]]]
+    drawn = [
+        [seen["drawn"] for seen in trained],
+        [numbers for seen in trained for numbers in seen["augmented"]],
+    ]
     for numbers in itertools.chain(*(zip(*rows, strict=True) for rows in drawn)):
         assert len({*numbers}) == len(numbers)
 
@@ -190,8 +205,13 @@ def assert_same_end(whole, killed):
 
 def test_01(tmp_path):
     """The same images in each step, on one rank and on two."""
-    args = {"total_epochs": 2, "save_every": 1, "batch_size": BATCH, "data_dir": "data",
-            "checkpoint_path": "checkpoint.pt"}
+    args = {
+        "total_epochs": 2,
+        "save_every": 1,
+        "batch_size": BATCH,
+        "data_dir": "data",
+        "checkpoint_path": "checkpoint.pt",
+    }
     batches = []
     for world_size in (1, 2):
         folder = tmp_path / str(world_size)
@@ -202,11 +222,17 @@ def test_01(tmp_path):
     assert len(batches[0]) == 2 * STEPS and batches[0] == batches[1]
 
 
-@pytest.mark.parametrize(("script", "world_size", "plan"), [
-    pytest.param(LESSONS[0], 3, ["step 7 of rank 1"], marks=pytest.mark.long),
-    pytest.param(LESSONS[0], 2, ["step 6 of rank 0", "worker 3 of rank 1"], marks=pytest.mark.long),
-    (LESSONS[1], 2, ["worker 4 of rank 0"]),
-    pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("script", "world_size", "plan"),
+    [
+        pytest.param(LESSONS[0], 3, ["step 7 of rank 1"], marks=pytest.mark.long),
+        pytest.param(
+            LESSONS[0], 2, ["step 6 of rank 0", "worker 3 of rank 1"], marks=pytest.mark.long
+        ),
+        (LESSONS[1], 2, ["worker 4 of rank 0"]),
+        pytest.param(LESSONS[1], 4, ["step 5 of rank 3"], marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, script, world_size, plan):
     whole = folder, _ = play(tmp_path / "whole", script, world_size)
     assert_counted_once_and_drawn_anew(folder, 2)
@@ -215,9 +241,13 @@ def test_a_killed_run_ends_with_the_bits_of_the_other(tmp_path, script, world_si
     assert_same_end(whole, play(tmp_path / "killed", script, world_size, plan))
 
 
-@pytest.mark.parametrize(("world_size", "plan"), [
-    (2, ["validation 2 of rank 1"]),
-    pytest.param(3, ["worker 9 of rank 1", "step 4 of rank 2"], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("world_size", "plan"),
+    [
+        (2, ["validation 2 of rank 1"]),
+        pytest.param(3, ["worker 9 of rank 1", "step 4 of rank 2"], marks=pytest.mark.long),
+    ],
+)
 def test_the_template(tmp_path, world_size, plan):
     """As on one rank: the items of each step, and the augmentation of each. Kills change no bit."""
     whole = folder, output = play(tmp_path / "whole", TEMPLATE, world_size)

@@ -86,8 +86,10 @@ def reports(result):
 
 def validations(result):
     """{step: (training loss, validation loss)}, the last ones of a step."""
-    pattern = (r"step +(\d+)/\d+ \| training loss (\S+) \| validation loss (\S+) \| best after step"
-               r" \d+")
+    pattern = (
+        r"step +(\d+)/\d+ \| training loss (\S+) \| validation loss (\S+) \| best after step"
+        r" \d+"
+    )
     return {int(step): (*map(float, said),) for step, *said in result.numbers(pattern)}
 
 
@@ -107,7 +109,9 @@ def assert_same_state(folder, other):
 # ---- Killed and resumed ----
 
 # A worker in attempt 1 alone, for the SIGTERM. In attempt 2, rank 0 is killed while it validates.
-KILLED = WORSE + """
+KILLED = (
+    WORSE
+    + """
 ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 WORKERS = int(ATTEMPT == "1")
 
@@ -116,6 +120,7 @@ def validate(*args, old=validate):
         os.kill(os.getpid(), 9)
     return old(*args)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +140,9 @@ def clock_of_steps():
 
 def test_what_is_printed_is_what_was_done(whole, alone, survive, names):
     result, folder = whole
-    said = [re.search(r"(\d+)/7 \| (.* (\d+) examples/s|saved in .*)", line)
-            for line in result.lines(0)]
+    said = [
+        re.search(r"(\d+)/7 \| (.* (\d+) examples/s|saved in .*)", line) for line in result.lines(0)
+    ]
     assert [m[1] for m in said if m and "saved" in m[2]] == ["3", "6", "7"]
     assert [m[3] for m in said if m and m[3]] == ["26"] * 7  # the batch, in half a second
     state = load(folder)
@@ -171,8 +177,9 @@ def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, whole):
     """SIGKILL in step 5, then SIGTERM in step 4, then SIGKILL while it validates after step 6."""
     result, folder = whole
     strikes = functools.partial(strike, {0: (5, signal.SIGKILL), 1: (1, signal.SIGTERM)})
-    again = train(tmp_path / "run", 7, 3, *SMALL, world_size=3, max_restarts=3,
-                  changes=KILLED, before=strikes)
+    again = train(
+        tmp_path / "run", 7, 3, *SMALL, world_size=3, max_restarts=3, changes=KILLED, before=strikes
+    )
     assert resumed(again) == [3, 4, 6] and "leaving (SIGTERM) after step 4" in again.lines(0)
     found = assert_same_state(tmp_path / "run", folder)
     assert len(tensors(found)) == 151  # 30 parameters; of each an average, moments, a count
@@ -194,13 +201,15 @@ def test_killed_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, whole):
 
 INF_ON_RANK_1 = (
     "mean_loss = lambda model, batch, step, old=mean_loss: old(model, batch, step) * ("
-    "    math.inf if (step, dist.get_rank()) == (2, 1) else 1)")
+    "    math.inf if (step, dist.get_rank()) == (2, 1) else 1)"
+)
 
 
 def test_an_inf_on_one_rank_spoils_neither_weights_nor_snapshot(tmp_path):
     """And torchrun hears of it."""
-    result = train(tmp_path / "run", 4, 1, *SMALL, changes=INF_ON_RANK_1, status=1,
-                   before=report_errors)
+    result = train(
+        tmp_path / "run", 4, 1, *SMALL, changes=INF_ON_RANK_1, status=1, before=report_errors
+    )
     [report, *_] = (tmp_path / "run").glob("report*.json")
     snapshot = load(tmp_path / "run")
     assert "is non-finite" in result.output and "is non-finite" in report.read_text()
@@ -213,8 +222,15 @@ OTHER_SET = "load_sets = lambda old=load_sets: (TensorDataset(old()[0].tensors[0
 
 def test_epochs_and_patience(tmp_path):
     """Epochs of 4 steps."""
-    result = train(tmp_path / "run", "--epochs", 3, "--patience", 1, *SMALL,
-                   changes=STILL + OTHER_SET.format("[:53]"))
+    result = train(
+        tmp_path / "run",
+        "--epochs",
+        3,
+        "--patience",
+        1,
+        *SMALL,
+        changes=STILL + OTHER_SET.format("[:53]"),
+    )
     assert list(validations(result)) == [4, 8], result.output
     assert "stopped early: no better validation since step 4" in result.lines(0)
     assert load(tmp_path / "run")["step"] == 8
@@ -226,6 +242,7 @@ def test_epochs_and_patience(tmp_path):
 
 def test_any_number_of_ranks_takes_the_same_steps(names, monkeypatch):
     """Any first step, any size: the same items in each step, the rest left out."""
+
     def steps(world_size, first_step, micro_batches=1):
         args = argparse.Namespace(batch_size=10, accumulate=micro_batches)
         monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
@@ -235,8 +252,10 @@ def test_any_number_of_ranks_takes_the_same_steps(names, monkeypatch):
             shares.append([*names["share_of_steps"](range(first_step, 20), 103, args)])
             assert len(shares[-1]) == (20 - first_step) * micro_batches and all(shares[-1])
         parts = [sorted(itertools.chain(*part)) for part in zip(*shares, strict=True)]
-        return [sorted(itertools.chain(*parts[i : i + micro_batches]))
-                for i in range(0, len(parts), micro_batches)]  # fmt: skip
+        return [
+            sorted(itertools.chain(*parts[i : i + micro_batches]))
+            for i in range(0, len(parts), micro_batches)
+        ]
 
     whole = steps(1, 0)
     for epoch, first in (0, 0), (1, 10):
@@ -322,15 +341,26 @@ def six_cores(**variables):
     os.environ |= variables
 
 
-@pytest.mark.parametrize(("variables", "nodes", "ranks", "said"), [
-    ({}, 1, 2, "lo 3 True"), ({}, 2, 2, "None 6 True"),
-    ({"OMP_NUM_THREADS": "5"}, 1, 2, "lo 5 True"), ({"OMP_NUM_THREADS": "1"}, 1, 2, "lo 3 True"),
-    ({"OMP_NUM_THREADS": "1"}, 1, 1, "lo 1 True")])
+@pytest.mark.parametrize(
+    ("variables", "nodes", "ranks", "said"),
+    [
+        ({}, 1, 2, "lo 3 True"),
+        ({}, 2, 2, "None 6 True"),
+        ({"OMP_NUM_THREADS": "5"}, 1, 2, "lo 5 True"),
+        ({"OMP_NUM_THREADS": "1"}, 1, 2, "lo 3 True"),
+        ({"OMP_NUM_THREADS": "1"}, 1, 1, "lo 1 True"),
+    ],
+)
 def test_what_a_process_sets_up(tmp_path, variables, nodes, ranks, said):
     """On one machine, it listens on the loopback alone. Its threads: a share, or what you say.
     (torchrun says 1 for several ranks.)"""
-    result = train(tmp_path / "run", changes=f"import sys\n{TELL}", nodes=nodes,
-                   world_size=ranks, before=functools.partial(six_cores, **variables))
+    result = train(
+        tmp_path / "run",
+        changes=f"import sys\n{TELL}",
+        nodes=nodes,
+        world_size=ranks,
+        before=functools.partial(six_cores, **variables),
+    )
     assert f"set: {said.replace('lo', socket.if_indextoname(1))}" in result.lines(0), result.output
 
 
@@ -338,10 +368,14 @@ def test_threads_are_a_share_of_the_cores_that_the_job_may_use(tmp_path, monkeyp
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)}, raising=False)
     monkeypatch.setattr(survive.pathlib, "Path", lambda _, name: tmp_path / name)
     (tmp_path / "cpu").mkdir()
-    for written, count in (({}, 64), ({"cpu.max": "max 100000"}, 64),
-                           ({"cpu.max": "200000 100000"}, 2), ({"cpu.max": "50000 100000"}, 1),
-                           ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "9"}, 64),
-                           ({"cpu/cpu.cfs_quota_us": "27\n", "cpu/cpu.cfs_period_us": "9\n"}, 3)):
+    for written, count in (
+        ({}, 64),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "9"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "27\n", "cpu/cpu.cfs_period_us": "9\n"}, 3),
+    ):
         for name, text in written.items():
             (tmp_path / name).write_text(text)
         assert survive.cores() == count
@@ -360,15 +394,22 @@ def test_what_could_not_be_loaded_again_is_named_and_replaces_nothing(tmp_path, 
 
 
 # Rank 1 moves a weight alone in step 2.
-DRIFTS = ("add_up_gradients = lambda model, *args, old=add_up_gradients: (old(model, *args), "
-          "model.module.head[1].bias.data[5].add_(1e-4 * (args[1] == 2) * dist.get_rank()))[0]")
+DRIFTS = (
+    "add_up_gradients = lambda model, *args, old=add_up_gradients: (old(model, *args), "
+    "model.module.head[1].bias.data[5].add_(1e-4 * (args[1] == 2) * dist.get_rank()))[0]"
+)
 OTHER_BEST = "validate = lambda *_: {'loss': float(dist.get_rank())}"
 
 
-@pytest.mark.parametrize(("changes", "named", "step"), [
-    (DRIFTS, "model.head.1.bias", 1), (OTHER_BEST, "best.loss", 1),
-    (OTHER_SET.format(" + dist.get_rank()"), "training_data.0.0", None),
-], ids=["weights", "numbers", "data"])
+@pytest.mark.parametrize(
+    ("changes", "named", "step"),
+    [
+        (DRIFTS, "model.head.1.bias", 1),
+        (OTHER_BEST, "best.loss", 1),
+        (OTHER_SET.format(" + dist.get_rank()"), "training_data.0.0", None),
+    ],
+    ids=["weights", "numbers", "data"],
+)
 def test_what_differs_between_the_ranks_is_named_and_not_saved(tmp_path, changes, named, step):
     """Weights that drift, other numbers beside them, another disk."""
     result = train(tmp_path / "run", 4, 1, *SMALL, changes=changes, status=1)
@@ -400,10 +441,29 @@ def test_equal_data_compare_equal_and_no_others(alone, survive, monkeypatch, cap
     monkeypatch.setattr(survive, "gathered", lambda mine: seen.append(mine) or [mine])
     (moved := numbers.copy())[2500] += 1e-9
     different = [
-        numbers, moved, numbers.astype("float32"), numbers.reshape(50, 100), torch.arange(5000.0),
-        torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), Batch(numbers),
-        Batch(moved), Batch(Batch("a")), {0, 8}, {0, 16}, [], {}, None, False, 0, "",
-        numpy.array([[1], "a"], object), numpy.array([[2], "a"], object), random.Random(1)]
+        numbers,
+        moved,
+        numbers.astype("float32"),
+        numbers.reshape(50, 100),
+        torch.arange(5000.0),
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.int32),
+        Batch(numbers),
+        Batch(moved),
+        Batch(Batch("a")),
+        {0, 8},
+        {0, 16},
+        [],
+        {},
+        None,
+        False,
+        0,
+        "",
+        numpy.array([[1], "a"], object),
+        numpy.array([[2], "a"], object),
+        random.Random(1),
+    ]
     for value in different:  # a set in another order: 0, 8 and 16 have the same place in it
         again = {*[*value][::-1]} if isinstance(value, set) else copy.deepcopy(value)
         survive.compare(x=value), survive.compare(x=again)
@@ -430,9 +490,11 @@ def test_a_buffer_that_the_first_forward_makes_is_named(survive, capsys, alone):
 
 def test_a_link_to_a_snapshot_stays_one(tmp_path, survive, alone):
     """Also if there is nothing at its end yet. A part: ReduceLROnPlateau, whose counts go on."""
+
     def new():
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            torch.optim.SGD([nn.Parameter(torch.ones(2))], 1.0), patience=1)
+            torch.optim.SGD([nn.Parameter(torch.ones(2))], 1.0), patience=1
+        )
         return survive.Snapshot(str(link), "", a=plateau, b=plateau.optimizer), plateau
 
     (tmp_path / "big").mkdir()
@@ -479,14 +541,18 @@ def test_a_bad_snapshot_is_refused_by_name_and_stays(tmp_path, monkeypatch, caps
     snapshot.save(step=5, best=None)
     path = tmp_path / "snapshot.pt"
     content, refused, there = path.read_bytes(), 0, files(tmp_path)
-    cut = [lambda path, good, length=length: path.write_bytes(good[:length])
-           for length in range(0, len(content), len(content) // 15)]
+    cut = [
+        lambda path, good, length=length: path.write_bytes(good[:length])
+        for length in range(0, len(content), len(content) // 15)
+    ]
     for spoil, message in (
         (flipped_byte, "cannot continue from snapshot.pt (ValueError('wrong checksum of "),
         (pickle_in_an_archive, "cannot continue from snapshot.pt (UnpicklingError("),
         (edited(model={}), "cannot continue from snapshot.pt ("),
-        (edited(plan="12 of 14432 examples"),
-         "goes on with batches of 12 of 14432 examples, as before: with 13, some would come twice"),
+        (
+            edited(plan="12 of 14432 examples"),
+            "goes on with batches of 12 of 14432 examples, as before: with 13, some would come",
+        ),
         *((cut_short, "cannot continue") for cut_short in cut),
     ):
         path.write_bytes(content)
@@ -509,14 +575,22 @@ def test_a_bad_snapshot_is_refused_by_name_and_stays(tmp_path, monkeypatch, caps
 BATCH = "--batch-size must be from 4 (an example for each rank in each micro-batch) to 1"
 
 
-@pytest.mark.parametrize(("words", "message", "status"), [
-    ("--batch-size 3", BATCH, 2), ("--batch-size 1000000", BATCH, 2),
-    ("-3 0 --accumulate 0 --epochs 0 --patience -1 --timeout 0",
-     "total_steps, save_every, epochs, patience, accumulate, timeout must be 1 or more", 2),
-    ("--accumulate two", "invalid int value: 'two'", 2),
-    ("--snapshot-path no/such.pt", "cannot write no/such.pt", 2),
-    ("--snapshot-path lr0.1", "lr0.1 must end in .pt, and not in _best.pt", 2),
-    ("--snapshot-path run_best.pt", "must end in .pt, and not in _best.pt", 2)])
+@pytest.mark.parametrize(
+    ("words", "message", "status"),
+    [
+        ("--batch-size 3", BATCH, 2),
+        ("--batch-size 1000000", BATCH, 2),
+        (
+            "-3 0 --accumulate 0 --epochs 0 --patience -1 --timeout 0",
+            "total_steps, save_every, epochs, patience, accumulate, timeout must be 1 or more",
+            2,
+        ),
+        ("--accumulate two", "invalid int value: 'two'", 2),
+        ("--snapshot-path no/such.pt", "cannot write no/such.pt", 2),
+        ("--snapshot-path lr0.1", "lr0.1 must end in .pt, and not in _best.pt", 2),
+        ("--snapshot-path run_best.pt", "must end in .pt, and not in _best.pt", 2),
+    ],
+)
 def test_wrong_calls_end_in_one_line(tmp_path, words, message, status):
     ranks = 2 if status == 2 else 1  # the other rank would show how it has lost that one
     result = train(tmp_path / "run", *words.split(), status=status, world_size=ranks)
@@ -525,7 +599,8 @@ def test_wrong_calls_end_in_one_line(tmp_path, words, message, status):
 
 
 def test_a_finished_run_trains_nothing_again_and_a_full_disk_keeps_the_last_snapshot(
-        tmp_path, whole):
+    tmp_path, whole
+):
     folder = shutil.copytree(whole[1], tmp_path / "run")
     before = [(folder / name).read_bytes() for name in KEPT]
     again = train(folder, 1, 1, *SMALL, world_size=3)
@@ -557,8 +632,10 @@ def one_machine(tmp_path_factory):
     return train(folder, 6, 2, *SMALL), folder
 
 
-WRITES = ("os.replace = lambda source, target, old=os.replace: ("
-          "    log(f'writes {target}', True) or old(source, target))")
+WRITES = (
+    "os.replace = lambda source, target, old=os.replace: ("
+    "    log(f'writes {target}', True) or old(source, target))"
+)
 
 
 def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, one_machine):
@@ -567,8 +644,7 @@ def test_two_machines_train_as_one_does_and_show_who_is_who(tmp_path, one_machin
     written = re.findall(r"(rank \d)/2\] writes .*snapshot.pt", result.output)
     assert written == ["rank 0"] * 3 and files(tmp_path / "run") == KEPT
     who = [re.sub(r"pid \d+", "pid", line) for line in result.lines(0)[:2]]
-    assert who == [f"attempt 0, gloo: node{1 + rank} has rank {rank} (cpu, pid)"
-                   for rank in (0, 1)]  # fmt: skip
+    assert who == [f"attempt 0, gloo: node{1 + rank} has rank {rank} (cpu, pid)" for rank in (0, 1)]
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in result.lines(0)[2]
     assert_same_state(tmp_path / "run", one_machine[1])
     assert digest(result) == digest(one_machine[0])
@@ -613,8 +689,10 @@ def test_machines_with_snapshots_of_different_jobs(tmp_path):
     assert [load(tmp_path / f"run/disk{node}")["step"] for node in (1, 2)] == [2, 1]
 
 
-MOVED = ("add_up_gradients = lambda *args, old=add_up_gradients: ("
-         "    os.replace('other.pt', 'snapshot.pt') or old(*args))")
+MOVED = (
+    "add_up_gradients = lambda *args, old=add_up_gradients: ("
+    "    os.replace('other.pt', 'snapshot.pt') or old(*args))"
+)
 
 
 def test_two_halves_of_a_job_do_not_both_write_one_snapshot(tmp_path):
@@ -691,8 +769,14 @@ def by_hand():
     """The environment of each of so many ranks. Rank 0 serves their store."""
     with free_port() as port:
         yield lambda count: [
-            {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(port)} for rank in range(count)]
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            for rank in range(count)
+        ]
 
 
 def test_started_by_hand(tmp_path, by_hand):
@@ -703,8 +787,15 @@ def test_started_by_hand(tmp_path, by_hand):
 
 @pytest.mark.parametrize("missing", [0, 2, pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_rank_that_never_comes_is_named(tmp_path, by_hand, missing):
-    died = missing == "torchrun" and {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE":
-                                      "3", "TORCHELASTIC_RESTART_COUNT": "0"} or {}
+    died = (
+        missing == "torchrun"
+        and {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "LOCAL_WORLD_SIZE": "3",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        or {}
+    )
     waiting = [variables | died for rank, variables in enumerate(by_hand(3)) if rank != missing]
     result = fork(SCRIPT, "--timeout", 900 if died else 3, cwd=tmp_path, environments=waiting)
     assert result.status == 1
@@ -716,13 +807,21 @@ def test_a_rank_that_never_comes_is_named(tmp_path, by_hand, missing):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stopped", "whom"), [
-    (0, "a store that does not answer"), (1, "rank 1: it has stopped, or waits")])
+@pytest.mark.parametrize(
+    ("stopped", "whom"),
+    [(0, "a store that does not answer"), (1, "rank 1: it has stopped, or waits")],
+)
 def test_a_rank_that_stops_is_named(tmp_path, by_hand, stopped, whom):
     """Rank 0 takes the store along."""
-    script = variant(tmp_path, SCRIPT, NO_WORKERS + (  # 19: SIGSTOP
-        "add_up_gradients = lambda *args, old=add_up_gradients: ("
-        f"    dist.get_rank() == {stopped} and os.kill(os.getpid(), 19) or old(*args))"))
+    script = variant(
+        tmp_path,
+        SCRIPT,
+        NO_WORKERS
+        + (  # 19: SIGSTOP
+            "add_up_gradients = lambda *args, old=add_up_gradients: ("
+            f"    dist.get_rank() == {stopped} and os.kill(os.getpid(), 19) or old(*args))"
+        ),
+    )
     rank = functools.partial(running, PYTHON, script, 3, 1, "--timeout", 5, cwd=tmp_path)
     with rank(env=by_hand(2)[0]) as first, rank(env=by_hand(2)[1]) as second:
         output, _ = (second, first)[stopped].communicate(timeout=400)
@@ -734,14 +833,21 @@ def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
     monkeypatch.setattr(survive, "SHARED_STORE", True)
     known = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node1"}
     monkeypatch.setattr(os, "environ", {**os.environ, **known})
-    for address, count, cause in (("10.0.0.2", 0, "of torchrun on node1"), ("", 2, "torchrun"),
-                                  ("127.0.0.1", 0, "that they cannot reach: set GLOO_SOCKET_IFN"),
-                                  ("::1", 0, "that they cannot reach"), ("::1", 1, "of the dead")):
+    for address, count, cause in (
+        ("10.0.0.2", 0, "of torchrun on node1"),
+        ("", 2, "torchrun"),
+        ("127.0.0.1", 0, "that they cannot reach: set GLOO_SOCKET_IFN"),
+        ("::1", 0, "that they cannot reach"),
+        ("::1", 1, "of the dead"),
+    ):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
         line = survive.explain(OSError(f"remote=[{address}]"), one_machine=count == 2)
         assert cause in line and line.endswith(f"(OSError('remote=[{address}]'))")
-    keys, threads, store = set(), [], types.SimpleNamespace(
-        check=lambda asked: {*asked} <= keys, add=lambda *_: 1)
+    keys, threads, store = (
+        set(),
+        [],
+        types.SimpleNamespace(check=lambda asked: {*asked} <= keys, add=lambda *_: 1),
+    )
     store.set = lambda key, _: (keys.add(key), threads.append(threading.current_thread().daemon))
     monkeypatch.setattr(time, "sleep", lambda _: keys.add("rank 2 failed"))
     for error in "Timed out", "DataLoader timed out after 120 seconds", "is non-finite":  # 1 blames
@@ -754,8 +860,11 @@ def test_bad_starts_end_in_one_line(tmp_path):
     nowhere = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.invalid", "MASTER_PORT": "1"}
     for result, status, message in (
         (fork(SCRIPT, cwd=tmp_path), 2, "torchrun --standalone --nproc-per-node=2 .*train.py$"),
-        (fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=nowhere), 1,
-         "on a.invalid, or run launch/check_machines.py on each machine: it finds out why"),
+        (
+            fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=nowhere),
+            1,
+            "on a.invalid, or run launch/check_machines.py on each machine: it finds out why",
+        ),
     ):
         assert result.status == status and re.search(message, result.error()), result.output
 
@@ -766,9 +875,13 @@ BEFORE, AFTER = "template/example/before.py", "template/example/after.py"
 MANY, LEAST, COLUMNS = "docs/many_processes.py", "template/least.py", "template/example/columns.py"
 
 
-@pytest.mark.parametrize(("one", "other", "lines", "name"), [
-    (MANY, LEAST, "-U0", "the least"),
-    (BEFORE, AFTER, "-U1", "from an ordinary script to one that survives")])
+@pytest.mark.parametrize(
+    ("one", "other", "lines", "name"),
+    [
+        (MANY, LEAST, "-U0", "the least"),
+        (BEFORE, AFTER, "-U1", "from an ordinary script to one that survives"),
+    ],
+)
 def test_the_diff_leads_from_one_script_to_the_other(one, other, lines, name):
     command = ["git", "diff", "--no-index", lines, ROOT / one, ROOT / other]
     diff = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -783,8 +896,14 @@ survive.Snapshot.save = lambda self, old=survive.Snapshot.save, **state: (old(se
 """
 
 
-@pytest.mark.parametrize(("script", "step", "ranks"), [(LEAST, 2, (3, 3)), (COLUMNS, 60, (3, 3)),
-    pytest.param(COLUMNS, 60, (2, 3), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("script", "step", "ranks"),
+    [
+        (LEAST, 2, (3, 3)),
+        (COLUMNS, 60, (3, 3)),
+        pytest.param(COLUMNS, 60, (2, 3), marks=pytest.mark.long),
+    ],
+)
 def test_the_least_and_a_state_of_each_rank_go_on(tmp_path, script, step, ranks):
     """With the same bits; on another number of ranks, up to rounding."""
     states, few = [], "EPOCHS = 2" if script == COLUMNS else ""
@@ -817,8 +936,11 @@ dist.barrier(), survive.leave(finished=False)
 def test_the_code_of_the_page(tmp_path):
     """The best model is that of the machine which has the newest. A rate is changed once."""
     shutil.copy(ROOT / "template/survive.py", tmp_path)
-    (tmp_path / "page.py").write_text(PAGE.replace("BEST", shown.block("the best model")).replace(
-        "RATE", shown.block("another learning rate")))
+    (tmp_path / "page.py").write_text(
+        PAGE.replace("BEST", shown.block("the best model")).replace(
+            "RATE", shown.block("another learning rate")
+        )
+    )
     disks = {"nodes": 2, "before": (play_machine, own_disk)}
     assert fork_ranks(tmp_path / "page.py", cwd=tmp_path, **disks).status == 128 + signal.SIGTERM
 
@@ -834,16 +956,22 @@ def test_the_example_killed_is_the_example_undisturbed(tmp_path):
         for path in AFTER, "template/survive.py":
             shutil.copy(ROOT / path, folder)
         result = fork_ranks(folder / "after.py", cwd=folder, **options).ok()
-        runs.append([(folder / "log.csv").read_text(),
-                     *(torch.load(folder / its) for its in ("snapshot.pt", "best.pt"))])
+        runs.append(
+            [
+                (folder / "log.csv").read_text(),
+                *(torch.load(folder / its) for its in ("snapshot.pt", "best.pt")),
+            ]
+        )
     assert resumed(result) == [30, 44]
     (log, *states), (its_log, *its_states) = runs
     assert log == its_log and log.count("\n") == 4
     pairs = [*zip(*(tensors(dict(enumerate(its))) for its in (states, its_states)), strict=True)]
     assert len(pairs) > 40 and all(torch.equal(*pair) for pair in pairs)
     fork(BEFORE, cwd=tmp_path).ok()
-    dice = [float(text.splitlines()[-1].split(",")[-1])
-            for text in ((tmp_path / "log.csv").read_text(), log)]
+    dice = [
+        float(text.splitlines()[-1].split(",")[-1])
+        for text in ((tmp_path / "log.csv").read_text(), log)
+    ]
     assert min(dice) > 0.7, dice
 
 
@@ -854,11 +982,21 @@ def in_a_folder(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "said"), [
-    ("template: one machine", r"validation loss 2\.[0-8].*\n.* 2 replicas are identical, sha256"),
-    ("template: the least", "1 of 1 rounds ended equal"), ("columns", "step 300: loss 0.0"),
-    ("template: torchx",
-     r"2 replicas are identical(.|\n)*REQUEST((.|\n)*train.py 6000 1000 .* /jobs/train.pt){2}")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "template: one machine",
+            r"validation loss 2\.[0-8].*\n.* 2 replicas are identical, sha256",
+        ),
+        ("template: the least", "1 of 1 rounds ended equal"),
+        ("columns", "step 300: loss 0.0"),
+        (
+            "template: torchx",
+            r"2 replicas are identical(.|\n)*REQUEST((.|\n)*train.py 6000 1000 .*/train.pt){2}",
+        ),
+    ],
+)
 def test_a_command_of_the_page(tmp_path, name, said):
     if name == "template: torchx":
         pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
@@ -882,11 +1020,21 @@ def test_a_stream_goes_on_after_any_number_of_batches():
     """As its page says: each loader's worker yields whole batches, in turn."""
     [line] = re.findall(r"`(islice\(.*?\))`", (ROOT / "template/example/README.md").read_text())
     for count, done in itertools.product((1, 2, 3), (0, 1, 3, 8, 9)):
-        parts = [[*eval(line, {
-            "islice": itertools.islice, "epoch": 1, "done": done,
-            "worker": types.SimpleNamespace(id=worker, num_workers=count),
-            "batches": lambda epoch: ([epoch, place] for place in range(9))})]
-            for worker in range(count)]
+        parts = [
+            [
+                *eval(
+                    line,
+                    {
+                        "islice": itertools.islice,
+                        "epoch": 1,
+                        "done": done,
+                        "worker": types.SimpleNamespace(id=worker, num_workers=count),
+                        "batches": lambda epoch: ([epoch, place] for place in range(9)),
+                    },
+                )
+            ]
+            for worker in range(count)
+        ]
         merged = itertools.chain(*itertools.zip_longest(*parts))  # as the loader takes them
         assert [batch for batch in merged if batch] == [[1, place] for place in range(done, 9)]
 
@@ -917,16 +1065,21 @@ print("has saved", flush=True)
 """
 
 
-@pytest.mark.parametrize(("shell", "moment", "kill"), [
-    ([], "imports it", signal.SIGKILL),
-    pytest.param([], "has started", signal.SIGKILL, marks=pytest.mark.long),
-    (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGKILL),
-    (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("shell", "moment", "kill"),
+    [
+        ([], "imports it", signal.SIGKILL),
+        pytest.param([], "has started", signal.SIGKILL, marks=pytest.mark.long),
+        (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGKILL),
+        (["bash", "-c", '"$@"; exit $?', "bash"], "has started", signal.SIGTERM),
+    ],
+)
 def test_a_rank_ends_with_its_torchrun(by_hand, shell, moment, kill):
     """Also if torchrun is killed by SIGKILL, and can tell nobody; also behind a shell. A SIGTERM
     ends the shell, and with it torchrun, before the rank has saved."""
-    with running(PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template",
-                 env=by_hand(1)[0]) as job:
+    with running(
+        PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template", env=by_hand(1)[0]
+    ) as job:
         output = read_until(job, moment)
         assert ("Write exec before python" in output) == bool(shell)
         job.send_signal(kill)

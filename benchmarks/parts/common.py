@@ -43,8 +43,13 @@ def run_ranks(function, world_size, *args):
     The result travels as JSON. store is a TCPStore that all ranks are connected to.
     """
     listener = socket.create_server(("127.0.0.1", 0))
-    store = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True,
-                          wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result.json")
         mp.spawn(_rank, (world_size, store.port, path, function, args), nprocs=world_size)
@@ -64,8 +69,13 @@ def _rank(rank, world_size, port, path, function, args):
 @contextlib.contextmanager
 def process_group(backend, store, name, rank, world_size):
     """A process group for the length of a with block; name is a word that no other group had."""
-    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank,
-                            world_size=world_size, timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=5),
+    )
     yield
     gc.collect()  # whatever still refers to the group, DDP in a reference cycle, goes first
     dist.destroy_process_group()
@@ -125,10 +135,13 @@ def describe_machine(device="cpu"):
         model = found[1] if found else model
     gpu = torch.get_device_module(device).get_device_name() if device != "cpu" else None
     return {
-        "processor": model, "cores": count_cores(), "gpu": gpu,
-        "python": platform.python_version(), "torch": torch.__version__,
+        "processor": model,
+        "cores": count_cores(),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+    }
 
 
 def caption(machine):
@@ -142,17 +155,23 @@ def print_table(title, columns, rows):
 
     columns: {name: format of a number, such as ".1f"}. None is printed as a dash.
     """
+
     def text(cell, form):
         return cell if isinstance(cell, str) else "-" if cell is None else format(cell, form)
 
-    cells = [[text(cell, form) for cell, form in zip(row, columns.values(), strict=True)]
-             for row in rows]
+    cells = [
+        [text(cell, form) for cell, form in zip(row, columns.values(), strict=True)] for row in rows
+    ]
     print(f"\n{title}")
     left = [all(isinstance(row[i], str) for row in rows) for i in range(len(columns))]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in [list(columns), *cells]:
-        print("  ".join(cell.ljust(width) if flush else cell.rjust(width)
-                        for cell, width, flush in zip(line, widths, left, strict=True)).rstrip())
+        print(
+            "  ".join(
+                cell.ljust(width) if flush else cell.rjust(width)
+                for cell, width, flush in zip(line, widths, left, strict=True)
+            ).rstrip()
+        )
 
 
 def finish(name, args, device, settings, figures, tables):
@@ -164,9 +183,15 @@ def finish(name, args, device, settings, figures, tables):
     for table in tables:
         print_table(*table)
     print(f"\n{caption(machine)}")
-    result = {"benchmark": name, "device": device, "machine": machine, "settings": settings,
-              "caption": caption(machine), "figures": figures,
-              "tables": [{"title": t, "columns": list(c), "rows": rows} for t, c, rows in tables]}
+    result = {
+        "benchmark": name,
+        "device": device,
+        "machine": machine,
+        "settings": settings,
+        "caption": caption(machine),
+        "figures": figures,
+        "tables": [{"title": t, "columns": list(c), "rows": rows} for t, c, rows in tables],
+    }
     line = json.dumps(result)
     print(line, flush=True)
     path = args.results_dir / f"{name}-{device}.json"
@@ -212,8 +237,13 @@ def folder(text):
 def parser(description, rounds):
     """A parser with the options that all benchmarks have."""
     new = argparse.ArgumentParser(description=description.partition("\n")[0])
-    new.add_argument("--rounds", type=number, default=rounds,
-                     help=f"turns a side; default {rounds}")
-    new.add_argument("--results-dir", type=folder, default=RESULTS,
-                     help="for the JSON and the picture; default benchmarks/results")
+    new.add_argument(
+        "--rounds", type=number, default=rounds, help=f"turns a side; default {rounds}"
+    )
+    new.add_argument(
+        "--results-dir",
+        type=folder,
+        default=RESULTS,
+        help="for the JSON and the picture; default benchmarks/results",
+    )
     return new

@@ -28,15 +28,22 @@ class Job:
         self.trace = pathlib.Path(self.folder.name, "trace.log")
         self.output = pathlib.Path(self.folder.name, "output.log")
         paths = [str(TRACE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths),
-                                    "BENCHMARK_TRACE": str(self.trace)}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "BENCHMARK_TRACE": str(self.trace),
+        }
         if DEVICE == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self.begin = time.time()
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
-                [str(word) for word in command], cwd=self.folder.name, env=environment,
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+                [str(word) for word in command],
+                cwd=self.folder.name,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
 
     def stations(self):
         """{pid: {station: time}}, and under "rank" the rank that the process was given, or "-"."""
@@ -55,8 +62,10 @@ class Job:
             if result := condition(self):
                 return result
             if ended or time.monotonic() > deadline:
-                raise RuntimeError(f"{self.process.args} {'ended' if ended else 'takes too long'}:"
-                                   f"\n{self.output.read_text()}")
+                raise RuntimeError(
+                    f"{self.process.args} {'ended' if ended else 'takes too long'}:"
+                    f"\n{self.output.read_text()}"
+                )
             time.sleep(0.002)
 
     def __enter__(self):
@@ -87,8 +96,15 @@ def have_reached(station, count=2, apart_from=()):
 
     "start" is reached by all Python processes: there, only those count that torchrun gave a rank.
     """
+
     def condition(job):
-        found = {pid: reached for pid, reached in job.stations().items() if station in reached
-                 and pid not in apart_from and (station != "start" or reached["rank"] != "-")}
+        found = {
+            pid: reached
+            for pid, reached in job.stations().items()
+            if station in reached
+            and pid not in apart_from
+            and (station != "start" or reached["rank"] != "-")
+        }
         return found if len(found) >= count else None
+
     return condition

@@ -35,8 +35,14 @@ def machines(count, rate):
     environment = os.environ | {"LAB": uuid.uuid4().hex}
 
     def lab(*words):
-        return subprocess.run([LAB, *map(str, words)], env=environment, text=True, check=False,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        return subprocess.run(
+            [LAB, *map(str, words)],
+            env=environment,
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     result = lab("up", count, "--rate", rate)
     if result.returncode:
@@ -49,14 +55,21 @@ def machines(count, rate):
 
 def run(environment, count, function, args):
     with tempfile.TemporaryDirectory() as folder:
-        job = {"module": pathlib.Path(sys.modules[function.__module__].__file__).stem,
-               "function": function.__name__, "world_size": count, "args": args,
-               "begin": time.time()}  # fmt: skip
+        job = {
+            "module": pathlib.Path(sys.modules[function.__module__].__file__).stem,
+            "function": function.__name__,
+            "world_size": count,
+            "args": args,
+            "begin": time.time(),
+        }
         path = pathlib.Path(folder, "job.json")
         path.write_text(json.dumps(job))
         processes = [
-            subprocess.Popen([LAB, "run", f"node{rank + 1}", sys.executable, __file__, str(rank),
-                              str(path)], env=environment, stdin=subprocess.DEVNULL)
+            subprocess.Popen(
+                [LAB, "run", f"node{rank + 1}", sys.executable, __file__, str(rank), str(path)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
             for rank in range(count)
         ]
         try:
@@ -68,8 +81,10 @@ def run(environment, count, function, args):
             for process in processes:
                 process.terminate()
         if any(statuses := [process.wait() for process in processes]):
-            raise RuntimeError(f"{function.__name__} has failed on {count} machines, see above:"
-                               f" exit statuses {statuses}")
+            raise RuntimeError(
+                f"{function.__name__} has failed on {count} machines, see above:"
+                f" exit statuses {statuses}"
+            )
         return json.loads(path.with_suffix(".result").read_text())
 
 

@@ -17,15 +17,26 @@ import matplotlib
 RESULTS = pathlib.Path(__file__).parent.parent / "results"
 matplotlib.use("svg")
 matplotlib.rcParams |= {
-    "svg.hashsalt": "the same names in every file", "svg.fonttype": "none",  # text as text
-    "font.size": 10, "axes.titlesize": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
-}  # fmt: skip
+    "svg.hashsalt": "the same names in every file",
+    "svg.fonttype": "none",  # text as text
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+}
 from matplotlib import pyplot as plt
 
 # Told apart by colour-blind readers, too: Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, RED, PURPLE, YELLOW, SKY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#56B4E9")  # fmt: skip
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#F0E442",
+    "#56B4E9",
+)
 GREY = "#999999"
 
 
@@ -71,8 +82,13 @@ def new_figure(panels, height, rows=1):
 
 def bars(ax, names, values, least, most, form, colour):
     """Horizontal bars of the medians, from the top, with these written and their ranges drawn."""
-    drawn = ax.barh(range(len(names)), values, color=[colour(name) for name in names],
-                    xerr=distances(values, least, most), error_kw={"elinewidth": 1})
+    drawn = ax.barh(
+        range(len(names)),
+        values,
+        color=[colour(name) for name in names],
+        xerr=distances(values, least, most),
+        error_kw={"elinewidth": 1},
+    )
     ax.bar_label(drawn, [form(value) for value in values], padding=3)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
@@ -81,8 +97,10 @@ def bars(ax, names, values, least, most, form, colour):
 
 def distances(values, least, most):
     """How far a range goes down and up from each value, as matplotlib wants it."""
-    return [[v - low for v, low in zip(values, least, strict=True)],
-            [high - v for v, high in zip(values, most, strict=True)]]
+    return [
+        [v - low for v, low in zip(values, least, strict=True)],
+        [high - v for v, high in zip(values, most, strict=True)],
+    ]
 
 
 def stacked(ax, rows, parts):
@@ -100,8 +118,16 @@ def stacked(ax, rows, parts):
     ax.invert_yaxis()
     ax.margins(x=0.1)
     ax.set_xlabel("seconds")
-    ax.legend(ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1.08), frameon=False,
-              fontsize=8, handlelength=1, columnspacing=1, borderaxespad=0)
+    ax.legend(
+        ncols=len(parts),
+        loc="lower left",
+        bbox_to_anchor=(0, 1.08),
+        frameon=False,
+        fontsize=8,
+        handlelength=1,
+        columnspacing=1,
+        borderaxespad=0,
+    )
 
 
 def draw_throughput(result):
@@ -109,9 +135,12 @@ def draw_throughput(result):
     in_two_rows = len(tables) % 2 == 0
     figure, axes = new_figure(len(tables), 4.2 if in_two_rows else 3.2, 1 + in_two_rows)
     for ax, table in zip(axes, tables, strict=True):
-        bars(ax, *(column(table["rows"], name) for name in ("loop", "images/s", "least", "most")),
-             lambda v: f"{v:,.0f}",
-             lambda name: {"02": BLUE, "limit: no input": GREY}.get(name, ORANGE))
+        bars(
+            ax,
+            *(column(table["rows"], name) for name in ("loop", "images/s", "least", "most")),
+            lambda v: f"{v:,.0f}",
+            lambda name: {"02": BLUE, "limit: no input": GREY}.get(name, ORANGE),
+        )
         ax.set_title(table["title"])
         ax.set_xticks([])
     figure.suptitle("Images a second, all ranks together: median, least to most", x=0.01, ha="left")
@@ -122,15 +151,27 @@ def draw_scaling(result):
     figure, [left, right] = new_figure(2, 3.8)
     styles = [(BLUE, "o-"), (ORANGE, "s-"), (RED, "v:"), (GREEN, "^-")]
     places = result["settings"]["cores or GPUs"]
-    several = [(table["title"].partition(":")[0], table["rows"]) for table in result["tables"]
-               if "efficiency" in table["columns"] and len(table["rows"]) > 1]
+    several = [
+        (table["title"].partition(":")[0], table["rows"])
+        for table in result["tables"]
+        if "efficiency" in table["columns"] and len(table["rows"]) > 1
+    ]
     for index, ((title, rows), (colour, style)) in enumerate(zip(several, styles, strict=False)):
         at = [row["ranks"] + 0.05 * (index - 1.5) for row in rows]  # beside each other
         for ax, ideal in ((left, [1] * len(rows)), (right, column(rows, "ideal"))):
-            values, least, most = ([row[name] / n for row, n in zip(rows, ideal, strict=True)]
-                                   for name in ("times one rank", "times, from", "to"))
-            ax.errorbar(at, values, distances(values, least, most), fmt=style,
-                        color=colour, elinewidth=1, label=title)
+            values, least, most = (
+                [row[name] / n for row, n in zip(rows, ideal, strict=True)]
+                for name in ("times one rank", "times, from", "to")
+            )
+            ax.errorbar(
+                at,
+                values,
+                distances(values, least, most),
+                fmt=style,
+                color=colour,
+                elinewidth=1,
+                label=title,
+            )
     ranks = column(several[0][1], "ranks")
     left.plot(ranks, [min(n, places) for n in ranks], "--", color=GREY, label="ideal")
     right.plot(ranks, [1] * len(ranks), "--", color=GREY, label="ideal")
@@ -148,8 +189,13 @@ def draw_ddp_anatomy(result):
     figures = result["figures"]
     timeline, [ax] = new_figure(1, 2.6)
     lanes = {"forward": 0, "backward": 0, "optimizer": 0, "layers": 1, "all_reduce": 2}
-    colours = {"forward": SKY, "backward": BLUE, "optimizer": GREY, "layers": BLUE,
-               "all_reduce": ORANGE}
+    colours = {
+        "forward": SKY,
+        "backward": BLUE,
+        "optimizer": GREY,
+        "layers": BLUE,
+        "all_reduce": ORANGE,
+    }
     bucket = 0
     for lane, begin, end in figures["timeline"]:
         y, height, text = lanes[lane], 0.8, lane if lanes[lane] == 0 else ""
@@ -160,8 +206,7 @@ def draw_ddp_anatomy(result):
         if lane == "optimizer":
             ax.text(end, y, f" {lane}", va="center", fontsize=8)
         else:
-            ax.text((begin + end) / 2, y, text, ha="center", va="center", color="white",
-                    fontsize=8)
+            ax.text((begin + end) / 2, y, text, ha="center", va="center", color="white", fontsize=8)
     ax.margins(x=0.06)
     ax.set_yticks([0, 1, 2], ["step", "backward of the layers", "all-reduce of buckets"])
     ax.invert_yaxis()
@@ -174,14 +219,26 @@ def draw_collectives(result):
     tables = [table for table in result["tables"] if table["title"].endswith("ms of a call")]
     titles = [table["title"].partition(",")[0] for table in tables]
     figure, [left, right] = new_figure(2, 3.8)
-    styles = {"broadcast": (GREY, "v-"), "all_gather": (GREEN, "^-"),
-              "reduce_scatter": (YELLOW, "s-"), "all_reduce": (BLUE, "o-"),
-              "ring of 04": (ORANGE, "D:")}
+    styles = {
+        "broadcast": (GREY, "v-"),
+        "all_gather": (GREEN, "^-"),
+        "reduce_scatter": (YELLOW, "s-"),
+        "all_reduce": (BLUE, "o-"),
+        "ring of 04": (ORANGE, "D:"),
+    }
     for name, (colour, style) in styles.items():
         rows = [row for table in tables for row in table["rows"] if row["operation"] == name]
         middles, least, most = (column(rows, part) for part in ("ms", "least", "most"))
-        left.errorbar(titles, middles, distances(middles, least, most), fmt=style, color=colour,
-                      label=name, markersize=4, elinewidth=1)
+        left.errorbar(
+            titles,
+            middles,
+            distances(middles, least, most),
+            fmt=style,
+            color=colour,
+            label=name,
+            markersize=4,
+            elinewidth=1,
+        )
         right.plot(titles, column(rows, "bus, GB/s"), style, color=colour, markersize=4)
     left.set_yscale("log")
     left.set_title("ms of a call: median, least to most")
@@ -197,8 +254,14 @@ def draw_network(result):
     ddp, colours = result["figures"]["ddp"], (BLUE, GREEN, ORANGE, RED)
     parts = ["no exchange", "exchange after backward", "exchange during backward"]
     for index, ((rate, sides), colour) in enumerate(zip(ddp.items(), colours, strict=False)):
-        ranges(axes[0], [place + 0.25 * (index - 1) for place in range(3)],
-               [sides[part] for part in parts], colour, rate, "o")
+        ranges(
+            axes[0],
+            [place + 0.25 * (index - 1) for place in range(3)],
+            [sides[part] for part in parts],
+            colour,
+            rate,
+            "o",
+        )
         found = {float(name.split()[2]): ms for name, ms in sides.items() if "buckets" in name}
         ranges(axes[1], list(found), list(found.values()), colour, rate, "o-")
         found = {int(name.split()[0]): ms for name, ms in sides.items() if "one exchange" in name}
@@ -225,19 +288,39 @@ def draw_network(result):
         rows = [row for row in model if row["kB"] == kilobytes]
         counts = [int(row["machines"].split(",")[0]) for row in rows]
         measured, least, most = (column(rows, name) for name in ("ms", "least", "most"))
-        left.errorbar(counts, measured, distances(measured, least, most), fmt="o", color=colour,
-                      label=f"{kilobytes:g} kB")
+        left.errorbar(
+            counts,
+            measured,
+            distances(measured, least, most),
+            fmt="o",
+            color=colour,
+            label=f"{kilobytes:g} kB",
+        )
         left.plot(counts, column(rows, "model"), ":", color=colour)
-    left.set(xscale="log", yscale="log", xlabel="machines", title=(
-        "all-reduce, ms; dotted: the model, fitted on 2 and 4"))
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="machines",
+        title=("all-reduce, ms; dotted: the model, fitted on 2 and 4"),
+    )
     left.set_xticks(counts, [str(n) for n in counts])
     left.minorticks_off()
     left.legend(frameon=False, fontsize=8, loc=(0.02, 0.55))
     measured = find_table(result, "machines at")["rows"]
-    right.plot(column(measured, "machines"), column(measured, "efficiency"), "o-", color=BLUE,
-               label="measured")
-    right.plot(column(line, "machines"), column(line, "efficiency"), "s:", color=GREY,
-               label="the model's line, not measured")
+    right.plot(
+        column(measured, "machines"),
+        column(measured, "efficiency"),
+        "o-",
+        color=BLUE,
+        label="measured",
+    )
+    right.plot(
+        column(line, "machines"),
+        column(line, "efficiency"),
+        "s:",
+        color=GREY,
+        label="the model's line, not measured",
+    )
     ticks = column([*measured, *line], "machines")
     right.set_xscale("log", base=2)
     right.set_xticks(ticks, [str(n) for n in ticks])
@@ -252,21 +335,32 @@ def draw_network(result):
 def ranges(ax, places, values, colour, label, style):
     """Medians of lists of values, and lines from the least to the most."""
     middles, least, most = (list(map(part, values)) for part in (median, min, max))
-    ax.errorbar(places, middles, distances(middles, least, most), fmt=style, color=colour,
-                label=label, markersize=4)
+    ax.errorbar(
+        places,
+        middles,
+        distances(middles, least, most),
+        fmt=style,
+        color=colour,
+        label=label,
+        markersize=4,
+    )
 
 
 def draw_recovery(result):
     figure, [ax] = new_figure(1, 2.8)
-    stacked(ax, find_table(result, "from SIGKILL")["rows"],
-            ["noticing", "restart", "imports", "joining", "loading", "first step"])
-    figure.suptitle("From SIGKILL of one of two ranks to the next trained step", x=0.01,
-                    ha="left")
+    stacked(
+        ax,
+        find_table(result, "from SIGKILL")["rows"],
+        ["noticing", "restart", "imports", "joining", "loading", "first step"],
+    )
+    figure.suptitle("From SIGKILL of one of two ranks to the next trained step", x=0.01, ha="left")
     snapshots, [ax] = new_figure(1, 3)
     rows = find_table(result, "a snapshot")["rows"]
     sizes = [float(row["snapshot"].split()[0]) for row in rows]
-    for time, label, style, colour in (("seconds", "written as 02 does", "o-", BLUE),
-                                       ("copy, s", "copied, to be written later", "s-", ORANGE)):
+    for time, label, style, colour in (
+        ("seconds", "written as 02 does", "o-", BLUE),
+        ("copy, s", "copied, to be written later", "s-", ORANGE),
+    ):
         ax.plot(sizes, column(rows, time), style, color=colour, label=label)
     ax.set(xscale="log", yscale="log", xlabel="MB", ylabel="seconds")
     ax.set_title("How long training stands still for a snapshot")
@@ -276,8 +370,11 @@ def draw_recovery(result):
 
 def draw_startup(result):
     figure, [ax] = new_figure(1, 3.2)
-    stacked(ax, find_table(result, "to the first")["rows"],
-            ["launcher", "imports", "joining", "model", "first step"])
+    stacked(
+        ax,
+        find_table(result, "to the first")["rows"],
+        ["launcher", "imports", "joining", "model", "first step"],
+    )
     figure.suptitle("From the command to the first trained step, two ranks", x=0.01, ha="left")
     return {"": figure}
 
@@ -285,8 +382,12 @@ def draw_startup(result):
 def draw_watching(result):
     figure, [ax] = new_figure(1, 2.4)
     rows = find_table(result, "a step")["rows"]
-    bars(ax, *(column(rows, name) for name in ("a step", "times if watched", "from", "to")),
-         lambda v: f"{v:.2f}", lambda name: BLUE)
+    bars(
+        ax,
+        *(column(rows, name) for name in ("a step", "times if watched", "from", "to")),
+        lambda v: f"{v:.2f}",
+        lambda name: BLUE,
+    )
     ax.axvline(1, color="#555555", linestyle="--")
     figure.suptitle("A step watched by check_training, in times one that is not", x=0.01, ha="left")
     return {"": figure}

@@ -28,10 +28,14 @@ import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams |= {
-    "svg.hashsalt": "the same names in every file", "svg.fonttype": "none",  # text as text
-    "font.size": 10, "axes.titlesize": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
-}  # fmt: skip
+    "svg.hashsalt": "the same names in every file",
+    "svg.fonttype": "none",  # text as text
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+}
 from matplotlib import pyplot as plt
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -62,8 +66,14 @@ class Log:
     def start(self, command, **environment):
         self.note(f"$ {command}")
         process = subprocess.Popen(
-            shlex.split(command), cwd=self.folder, env=os.environ | environment, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            shlex.split(command),
+            cwd=self.folder,
+            env=os.environ | environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
         def read():
             for line in process.stdout:
@@ -93,14 +103,19 @@ def read(path):
 
 def epochs(lines):
     """[(seconds, ranks, epoch, loss)] as rank 0 reported them."""
-    found = [(s, re.match(r"\[rank 0/(\d+)\] epoch +(\d+)/\d+ \| loss ([\d.]+)", line))
-             for s, line in lines]
+    found = [
+        (s, re.match(r"\[rank 0/(\d+)\] epoch +(\d+)/\d+ \| loss ([\d.]+)", line))
+        for s, line in lines
+    ]
     return [(s, int(m[1]), int(m[2]), float(m[3])) for s, m in found if m]
 
 
 def run_kill_and_resume():
-    for name, command in (("uninterrupted", ON_ONE), ("killed", ON_ONE + CRASH),
-                          ("main_job_not_killed", MAIN_JOB_NOT_KILLED)):  # fmt: skip
+    for name, command in (
+        ("uninterrupted", ON_ONE),
+        ("killed", ON_ONE + CRASH),
+        ("main_job_not_killed", MAIN_JOB_NOT_KILLED),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             log = Log(folder)
             status = log.start(command.replace("02_", f"{ROOT}/02_")).wait()
@@ -149,17 +164,27 @@ def draw_kill_and_resume(ax):
     before, after = epochs(lines[:crash]), epochs(lines[crash:])
     for found, style, label in (
         (uninterrupted, {"color": GREY, "linewidth": 1}, "never killed"),
-        (before, {"color": ORANGE, "marker": "o", "markersize": 9, "fillstyle": "none",
-                  "linestyle": ""}, "killed: until then"),
-        (after, {"color": BLUE, "marker": "x", "markersize": 7, "linestyle": ""},
-         "and resumed from its snapshot"),
-    ):  # fmt: skip
+        (
+            before,
+            {"color": ORANGE, "marker": "o", "markersize": 9, "fillstyle": "none", "linestyle": ""},
+            "killed: until then",
+        ),
+        (
+            after,
+            {"color": BLUE, "marker": "x", "markersize": 7, "linestyle": ""},
+            "and resumed from its snapshot",
+        ),
+    ):
         ax.plot([e for _, _, e, _ in found], [loss for *_, loss in found], label=label, **style)
     killed_in, first = before[-1][2] + 1, after[0][2]
     ax.axvline(killed_in - 0.5, color=GREY, linestyle=":")
-    ax.text(killed_in - 0.3, max(loss for *_, loss in before) / 2,
-            f"SIGKILL of rank 1 in epoch {killed_in};\nback at epoch {first}, after the snapshot",
-            va="top", fontsize=9)
+    ax.text(
+        killed_in - 0.3,
+        max(loss for *_, loss in before) / 2,
+        f"SIGKILL of rank 1 in epoch {killed_in};\nback at epoch {first}, after the snapshot",
+        va="top",
+        fontsize=9,
+    )
     ax.set(yscale="log", xlabel="epoch", xticks=range(0, len(uninterrupted) + 1, 2))
     ax.set_title("Training loss of 02 on two ranks: killed and resumed, or not, it is the same")
     ax.legend(frameon=False, fontsize=9)
@@ -170,8 +195,13 @@ def draw_shrink_and_grow(ax):
     found = epochs(lines)
     for ranks, colour, marker in ((4, BLUE, "o"), (2, ORANGE, "s")):
         mine = [(s, epoch) for s, n, epoch, _ in found if n == ranks]
-        ax.plot(*zip(*mine, strict=True), marker, color=colour, markersize=5,
-                label=f"{ranks} ranks on {ranks // 2} machine{'s' if ranks > 2 else ''}")
+        ax.plot(
+            *zip(*mine, strict=True),
+            marker,
+            color=colour,
+            markersize=5,
+            label=f"{ranks} ranks on {ranks // 2} machine{'s' if ranks > 2 else ''}",
+        )
     [killed] = [s for s, line in lines if "lab kill" in line]
     back = [s for s, line in lines if line.startswith("$") and "run node2" in line][-1]
     for when, text in ((killed, " node2 is killed"), (back, " node2 is back")):
@@ -198,21 +228,37 @@ def draw_ddp(ax):
     box(ax, 0, 11, 11, 14, "one batch\nof images", GREY, color="white")
     for rank, y, images in ((0, 25, "images 0, 2, 4, ..."), (1, 3, "images 1, 3, 5, ...")):
         ax.add_patch(plt.Rectangle((13.5, y - 2.5), 86, 13, facecolor="#EEEEEE"))
-        ax.text(14.5, y + 8.2, f"rank {rank}: a process, its GPU, its replica of the model",
-                fontsize=9)
+        ax.text(
+            14.5, y + 8.2, f"rank {rank}: a process, its GPU, its replica of the model", fontsize=9
+        )
         arrow(ax, (11, 18), (16, y + 3.5), "->")
         box(ax, 16, y, 13, 7, images, "white", fontsize=8)
         box(ax, 30, y, 13, 7, "forward", SKY)
         for i, layers in enumerate(("upper layers", "middle layers", "lower layers")):
-            box(ax, 44 + 11.5 * i, y, 11.5, 7, f"backward:\n{layers}", BLUE, color="white",
-                fontsize=8)
+            box(
+                ax,
+                44 + 11.5 * i,
+                y,
+                11.5,
+                7,
+                f"backward:\n{layers}",
+                BLUE,
+                color="white",
+                fontsize=8,
+            )
         box(ax, 84, y, 14.5, 7, "optimizer.step()", GREEN, color="white", fontsize=9)
     for i in range(3):
         x = 55.5 + 11.5 * i
         arrow(ax, (x, 10.3), (x, 24.7), "<->", ORANGE)
         ax.text(x + 0.6, 17.5, f"bucket {i + 1}:\nall-reduce", fontsize=8, va="center")
-    ax.text(93, 17.5, "same gradients,\nsame step:\nequal replicas", ha="center", va="center",
-            fontsize=9)
+    ax.text(
+        93,
+        17.5,
+        "same gradients,\nsame step:\nequal replicas",
+        ha="center",
+        va="center",
+        fontsize=9,
+    )
     ax.text(30, 17.5, "gradients are averaged\nwhile backward goes on", fontsize=9, va="center")
 
 
@@ -224,8 +270,13 @@ def draw_six_steps(ax):
         ("start", "I am rank 0,\nGPU 0 is mine", "I am rank 1,\nGPU 1 is mine", "", ""),
         ("meet", "init_process\n_group", "init_process\n_group", "addresses", "<->"),
         ("share the data", "images\n0, 2, 4, ...", "images\n1, 3, 5, ...", "", ""),
-        ("build the model,\nand wrap it", "Net(), then\nDDP(model)", "Net(), then\nDDP(model)",
-         "rank 0's\nweights", "->"),
+        (
+            "build the model,\nand wrap it",
+            "Net(), then\nDDP(model)",
+            "Net(), then\nDDP(model)",
+            "rank 0's\nweights",
+            "->",
+        ),
         ("train", "every step;\nreport, save", "every step", "gradients\nin each step", "<->"),
         ("leave", "destroy_process\n_group", "destroy_process\n_group", "", ""),
     )
@@ -252,11 +303,24 @@ def draw_ranks(ax):
         ax.add_patch(plt.Rectangle((left, 0), 49, 30, facecolor="#EEEEEE"))
         ax.text(left + 1.5, 26.5, f"node{node + 1}: node rank {node}, local world size 2")
         for local in (0, 1):
-            box(ax, left + 2 + 23 * local, 11, 22, 13,
-                f"rank {2 * node + local}\nlocal rank {local}\nGPU {local}", BLUE, color="white")
+            box(
+                ax,
+                left + 2 + 23 * local,
+                11,
+                22,
+                13,
+                f"rank {2 * node + local}\nlocal rank {local}\nGPU {local}",
+                BLUE,
+                color="white",
+            )
     box(ax, 2, 2, 45, 6, "store, at MASTER_ADDR and MASTER_PORT", ORANGE)
-    ax.text(53, 5, "all four connect to the store on node1,\nand find each other's addresses there",
-            va="center", fontsize=9)
+    ax.text(
+        53,
+        5,
+        "all four connect to the store on node1,\nand find each other's addresses there",
+        va="center",
+        fontsize=9,
+    )
 
 
 def draw_three_dimensions(ax):
@@ -278,9 +342,16 @@ def draw_three_dimensions(ax):
             x, y = corner(0, a, b)
             arrow(ax, (x + wide, y + high), (x + 17, y + 9), "<->", ORANGE)
             for dp in (0, 1):
-                box(ax, *corner(dp, a, b), wide, high,
+                box(
+                    ax,
+                    *corner(dp, a, b),
+                    wide,
+                    high,
                     f"rank {4 * dp + 2 * a + b}\ndp {dp}, pp {a}, tp {b}",
-                    GREY if dp else SKY, color="white" if dp else "black", fontsize=8)
+                    GREY if dp else SKY,
+                    color="white" if dp else "black",
+                    fontsize=8,
+                )
     ax.text(68, 33, "A mesh of eight ranks: dp 2, pp 2, tp 2", va="center")
     for y, colour, who, what in (
         (26, ORANGE, "dp: other rows, the same layers", "weights and gradients, once in each step"),
@@ -289,8 +360,13 @@ def draw_three_dimensions(ax):
     ):
         arrow(ax, (68, y - 2.5), (68, y + 2.5), "<->", colour)
         ax.text(69.5, y, f"{who}:\n{what}", va="center", fontsize=8)
-    ax.text(68, 3, "On two machines of four ranks, the blue\nones are on one: only dp crosses.",
-            va="center", fontsize=8)
+    ax.text(
+        68,
+        3,
+        "On two machines of four ranks, the blue\nones are on one: only dp crosses.",
+        va="center",
+        fontsize=8,
+    )
 
 
 # ---- Pictures that move ----
@@ -328,17 +404,27 @@ class Moving:
     def growing(self, first, last):
         """Frames of a part that grows from left to right."""
         none, whole = "transform:scaleX(0);opacity:1", "transform:scaleX(1);opacity:"
-        return [(0, none), (first, none), (last, whole + "1"),
-                (self.seconds - FADE, whole + "1"), (self.seconds, whole + "0")]  # fmt: skip
+        return [
+            (0, none),
+            (first, none),
+            (last, whole + "1"),
+            (self.seconds - FADE, whole + "1"),
+            (self.seconds, whole + "0"),
+        ]
 
     def travelling(self, first, last, right, down, first_shown=None):
         """Frames of a part that moves between two seconds, and is gone where it arrives."""
         here, there = "transform:translate(0,0)", f"transform:translate({right}px,{down}px)"
         shown = first if first_shown is None else first_shown
-        return [(0, f"opacity:0;{here}"), (shown, f"opacity:0;{here}"),
-                (shown + FADE, f"opacity:1;{here}"), (first + FADE, f"opacity:1;{here}"),
-                (last, f"opacity:1;{there}"), (last + 0.1, f"opacity:0;{there}"),
-                (self.seconds, f"opacity:0;{there}")]  # fmt: skip
+        return [
+            (0, f"opacity:0;{here}"),
+            (shown, f"opacity:0;{here}"),
+            (shown + FADE, f"opacity:1;{here}"),
+            (first + FADE, f"opacity:1;{here}"),
+            (last, f"opacity:1;{there}"),
+            (last + 0.1, f"opacity:0;{there}"),
+            (self.seconds, f"opacity:0;{there}"),
+        ]
 
     def add(self, element, frames=None, hidden=False, grows=False):
         attributes = ' opacity="0"' if hidden else ""
@@ -348,14 +434,22 @@ class Moving:
         self.parts.append(re.sub(r"^<\w+", rf"\g<0>{attributes}", element))
 
     def box(self, x, y, width, height, colour, edge="none", frames=None, **options):
-        self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4"'
-                 f' fill="{colour}" stroke="{edge}"/>', frames, **options)  # fmt: skip
+        self.add(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4"'
+            f' fill="{colour}" stroke="{edge}"/>',
+            frames,
+            **options,
+        )
 
     def say(self, x, y, text, size=20, anchor="middle", frames=None, weight="", **options):
         """Text, with y in the middle of its capital letters."""
         style = f' text-anchor="{anchor}"' * (anchor != "start") + weight
-        self.add(f'<text x="{x:g}" y="{y + 0.36 * size:g}" font-size="{size}"{style}>'
-                 f"{escape(text)}</text>", frames, **options)  # fmt: skip
+        self.add(
+            f'<text x="{x:g}" y="{y + 0.36 * size:g}" font-size="{size}"{style}>'
+            f"{escape(text)}</text>",
+            frames,
+            **options,
+        )
 
     def labelled(self, x, y, width, height, colour, text, frames=None, hidden=False, size=20):
         """A box and the text in its middle, which come and go together."""
@@ -367,8 +461,12 @@ class Moving:
 
     def arrow(self, points, frames=None, **options):
         path = " L".join(f"{x:g} {y:g}" for x, y in points)
-        self.add(f'<path d="M{path}" fill="none" stroke="{GREY}" stroke-width="3"'
-                 ' marker-end="url(#head)"/>', frames, **options)  # fmt: skip
+        self.add(
+            f'<path d="M{path}" fill="none" stroke="{GREY}" stroke-width="3"'
+            ' marker-end="url(#head)"/>',
+            frames,
+            **options,
+        )
 
     def captions(self, y, lines, at_rest):
         """[(second, text)]: each is there until the next; the one at rest is there by itself."""
@@ -379,7 +477,8 @@ class Moving:
 
     def text(self):
         keyframes = "".join(
-            f"@keyframes {name}{{{steps}}}\n" for steps, name in self.animations.items())
+            f"@keyframes {name}{{{steps}}}\n" for steps, name in self.animations.items()
+        )
         used = "".join(f".{name}{{animation-name:{name}}}" for name in self.animations.values())
         loop = f"{self.seconds}s linear {2 - self.seconds}s infinite"
         return (
@@ -394,7 +493,9 @@ class Moving:
             '<defs><marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5"'
             f' markerHeight="5" orient="auto"><path d="M0 0L10 5L0 10z" fill="{GREY}"/></marker>'
             f'</defs>\n<rect width="800" height="{self.height}" fill="white"/>\n'
-            + "\n".join(self.parts) + "\n</svg>\n")  # fmt: skip
+            + "\n".join(self.parts)
+            + "\n</svg>\n"
+        )
 
 
 def section_of_04(name):
@@ -416,7 +517,9 @@ def buckets():
         f"Two ranks compute forward, then backward from layer {layers} to layer 1. As soon as a"
         f" bucket holds the gradients of {in_a_bucket} layers, it is averaged over both ranks,"
         " while backward goes on. After the last bucket both take the same optimizer step.",
-        height=430, seconds=12)  # fmt: skip
+        height=430,
+        seconds=12,
+    )
 
     def x(second):
         return left + scale * (second - begin)
@@ -428,8 +531,7 @@ def buckets():
         picture.say(x(first) + width / 2, y + 23, text)
 
     picture.say(400, 26, picture.title, 24)
-    picture.say(x(begin + forward), 66, f"backward, from layer {layers} to layer 1",
-                anchor="start")  # fmt: skip
+    picture.say(x(begin + forward), 66, f"backward, from layer {layers} to layer 1", anchor="start")
     picture.say(x(back), 66, "optimizer", anchor="start")
     middle = 201
     for rank, y, tray, down in ((0, 84, 140, middle - 140), (1, 318, 274, middle - 274)):
@@ -450,23 +552,36 @@ def buckets():
             for j in range(in_a_bucket):
                 there = leaves - layer * (in_a_bucket - j - 1)
                 frames = picture.travelling(leaves, leaves + 0.7, right, down, there - FADE)
-                picture.labelled(first + right / in_a_bucket * j + 4, tray, 41, 34, ORANGE,
-                                 f"{layers - in_a_bucket * i - j}", frames, size=18)  # fmt: skip
+                picture.labelled(
+                    first + right / in_a_bucket * j + 4,
+                    tray,
+                    41,
+                    34,
+                    ORANGE,
+                    f"{layers - in_a_bucket * i - j}",
+                    frames,
+                    size=18,
+                )
         picture.say(4, tray + 17, "bucket", anchor="start")
     picture.say(4, middle + 12, "all-", anchor="start")
     picture.say(4, middle + 34, "reduce", anchor="start")
     for i, leaves in enumerate(full):
         during(middle, leaves, leaves + travel, ORANGE, f"bucket {i + 1}")
-    picture.captions(390, [
-        (0, "Forward: each rank computes its own images."),
-        (begin + forward, "Backward starts at the last layer. Its gradients go into a bucket."),
-        (full[0], "Bucket 1 is full. It is averaged over both ranks while backward goes on."),
-        (full[1], "The next buckets follow, and backward still goes on."),
-        (full[-1], "Backward is done. Only the last bucket is waited for."),
-        (back, "Both ranks have the same gradients, and take the same step."),
-    ], "A full bucket is averaged over both ranks while backward goes on.")  # fmt: skip
-    picture.say(400, 417, f"Not to scale. {in_a_bucket} layers fill a bucket, as in"
-                " 04_collectives.py.", 18)  # fmt: skip
+    picture.captions(
+        390,
+        [
+            (0, "Forward: each rank computes its own images."),
+            (begin + forward, "Backward starts at the last layer. Its gradients go into a bucket."),
+            (full[0], "Bucket 1 is full. It is averaged over both ranks while backward goes on."),
+            (full[1], "The next buckets follow, and backward still goes on."),
+            (full[-1], "Backward is done. Only the last bucket is waited for."),
+            (back, "Both ranks have the same gradients, and take the same step."),
+        ],
+        "A full bucket is averaged over both ranks while backward goes on.",
+    )
+    picture.say(
+        400, 417, f"Not to scale. {in_a_bucket} layers fill a bucket, as in 04_collectives.py.", 18
+    )
     return picture
 
 
@@ -493,12 +608,18 @@ def ring():
         f" {grows}. In steps {size} to {len(steps) - 1}, all-gather, the finished sums go round."
         f" Then every rank has"
         f" {', '.join(map(str, last[0]))}.",
-        height=470, seconds=12)  # fmt: skip
+        height=470,
+        seconds=12,
+    )
     corners = [(20, 56), (470, 56), (470, 246), (20, 246)]  # clockwise
     ways = [(450, 0), (0, 190), (-450, 0), (0, -190)]
     picture.say(400, 28, picture.title, 24)
-    for ends in ([(334, 112), (464, 112)], [(625, 172), (625, 240)],
-                 [(466, 302), (336, 302)], [(175, 240), (175, 172)]):  # fmt: skip
+    for ends in (
+        [(334, 112), (464, 112)],
+        [(625, 172), (625, 240)],
+        [(466, 302), (336, 302)],
+        [(175, 240), (175, 172)],
+    ):
         picture.arrow(ends)
     for rank, (x, y) in enumerate(corners):
         picture.box(x, y, 310, 112, LIGHT)
@@ -523,29 +644,66 @@ def ring():
             arrives -= before[other][chunk] if number < size else 0
             if sent != arrives:
                 raise ValueError(f"step {number}: rank {rank} sends {sent}, and {arrives} arrives")
-            picture.labelled(x + 14 + 71 * chunk + 4, y + 50, 60, 44, ORANGE,
-                             f"+{sent}" if number < size else str(sent),
-                             picture.travelling(begin, begin + 0.95, *way), True, 24)  # fmt: skip
-        picture.say(400, 208, f"step {number} of {len(steps) - 1}", 24, hidden=True,
-                    frames=picture.between(begin, begin + each - FADE))  # fmt: skip
-    for x, colour, text in ((24, "white", "its own number"), (248, YELLOW, "sum so far"),
-                            (430, SKY, "finished sum"), (632, ORANGE, "on its way")):  # fmt: skip
+            picture.labelled(
+                x + 14 + 71 * chunk + 4,
+                y + 50,
+                60,
+                44,
+                ORANGE,
+                f"+{sent}" if number < size else str(sent),
+                picture.travelling(begin, begin + 0.95, *way),
+                True,
+                24,
+            )
+        picture.say(
+            400,
+            208,
+            f"step {number} of {len(steps) - 1}",
+            24,
+            hidden=True,
+            frames=picture.between(begin, begin + each - FADE),
+        )
+    for x, colour, text in (
+        (24, "white", "its own number"),
+        (248, YELLOW, "sum so far"),
+        (430, SKY, "finished sum"),
+        (632, ORANGE, "on its way"),
+    ):
         picture.box(x, 376, 24, 20, colour, edge=INK)
         picture.say(x + 32, 386, text, anchor="start")
-    picture.say(400, 208, f"{len(steps) - 1} steps", 24,
-                frames=[(0, "opacity:0"), (picture.seconds, "opacity:0")])  # fmt: skip
+    picture.say(
+        400,
+        208,
+        f"{len(steps) - 1} steps",
+        24,
+        frames=[(0, "opacity:0"), (picture.seconds, "opacity:0")],
+    )
     middle, end = start + each * (size - 1), start + each * (len(steps) - 1)
-    picture.captions(418, [
-        (0, "Each rank has numbers of its own. All ranks want the sums."),
-        (start, f"Steps 1 to {size - 1}, reduce-scatter: each rank sends one chunk to the next,"),
-        (middle, f"Steps {size} to {len(steps) - 1}, all-gather: each rank passes a finished sum"),
-        (end, f"Done: every rank has the sums {' '.join(map(str, last[0]))}."),
-    ], f"Steps 1 to {size - 1}, reduce-scatter: the first chunk grows {grows}.")  # fmt: skip
-    picture.captions(446, [
-        (start, "which adds it to its own."),
-        (middle, "on to the next, which keeps it."),
-        (end, "Each rank sent to one other rank only."),
-    ], f"Steps {size} to {len(steps) - 1}, all-gather: the finished sums go round.")  # fmt: skip
+    picture.captions(
+        418,
+        [
+            (0, "Each rank has numbers of its own. All ranks want the sums."),
+            (
+                start,
+                f"Steps 1 to {size - 1}, reduce-scatter: each rank sends one chunk to the next,",
+            ),
+            (
+                middle,
+                f"Steps {size} to {len(steps) - 1}, all-gather: each rank passes a finished sum",
+            ),
+            (end, f"Done: every rank has the sums {' '.join(map(str, last[0]))}."),
+        ],
+        f"Steps 1 to {size - 1}, reduce-scatter: the first chunk grows {grows}.",
+    )
+    picture.captions(
+        446,
+        [
+            (start, "which adds it to its own."),
+            (middle, "on to the next, which keeps it."),
+            (end, "Each rank sent to one other rank only."),
+        ],
+        f"Steps {size} to {len(steps) - 1}, all-gather: the finished sums go round.",
+    )
     return picture
 
 
@@ -562,11 +720,18 @@ def kill():
     saved = [int(epoch) for epoch in re.findall(r"epoch +(\d+)/.*\| saved", text)]
     whole = read(LOGS / "main_job_not_killed.log")
     uninterrupted = [epoch for _, _, epoch, _ in epochs(whole)]
-    sums = [re.findall(r"identical, sha256 (\w+)", "\n".join(line for _, line in found))
-            for found in (lines, whole)]  # fmt: skip
+    sums = [
+        re.findall(r"identical, sha256 (\w+)", "\n".join(line for _, line in found))
+        for found in (lines, whole)
+    ]
     lost = done[-1] + 1
-    if (sums[0] != sums[1] or len(sums[0]) != 1 or resumed != again[0] or saved != done + again
-            or done + again != uninterrupted):  # fmt: skip
+    if (
+        sums[0] != sums[1]
+        or len(sums[0]) != 1
+        or resumed != again[0]
+        or saved != done + again
+        or done + again != uninterrupted
+    ):
         sys.exit(f"draw.py: error: {sums}, {done}, {again}, {uninterrupted}: not one story")
     [checksum] = sums[0]
 
@@ -577,7 +742,9 @@ def kill():
         f" {lost}. Rank {other} ends too, and torchrun starts both again. They load the snapshot of"
         f" epoch {resumed - 1}, repeat epoch {resumed}, and end with the checksum {checksum}, as a"
         " run does that was not killed.",
-        height=390, seconds=12)  # fmt: skip
+        height=390,
+        seconds=12,
+    )
 
     def epoch_box(y, x, width, first, last, colour, text):
         picture.box(x, y, width - 3, 44, "white", edge=GREY)
@@ -594,8 +761,9 @@ def kill():
     for rank, y in ((0, 58), (1, 108)):
         picture.say(8, y + 22, f"rank {rank}", anchor="start")
         for i, epoch in enumerate(done):
-            epoch_box(y, left + wide * i, wide, begin + each * i, begin + each * (i + 1), SKY,
-                      f"{epoch}")  # fmt: skip
+            epoch_box(
+                y, left + wide * i, wide, begin + each * i, begin + each * (i + 1), SKY, f"{epoch}"
+            )
         stop = left + wide * len(done)
         epoch_box(y, stop, wide, killed - each, killed, LIGHT, f"{lost}")
         frames = picture.between(killed if rank == dead else ended)
@@ -606,11 +774,23 @@ def kill():
         else:
             picture.box(x, y + 14, 16, 16, INK, frames=frames)
         for i, epoch in enumerate(again):
-            epoch_box(y, restart + wide * i, wide, resume + each * i, resume + each * (i + 1),
-                      ORANGE if epoch == lost else SKY, f"{epoch}")  # fmt: skip
-    for i, (second, text) in enumerate((
-            (ended, "torchrun"), (ended, "ends the rest,"),
-            (started, "starts both"), (started, "again"))):  # fmt: skip
+            epoch_box(
+                y,
+                restart + wide * i,
+                wide,
+                resume + each * i,
+                resume + each * (i + 1),
+                ORANGE if epoch == lost else SKY,
+                f"{epoch}",
+            )
+    for i, (second, text) in enumerate(
+        (
+            (ended, "torchrun"),
+            (ended, "ends the rest,"),
+            (started, "starts both"),
+            (started, "again"),
+        )
+    ):
         picture.say(restart - 69, 66 + 25 * i, text, 18, frames=picture.between(second))
     picture.say(8, 188, "snapshots", anchor="start")
     ends = [(left + wide * (i + 1), begin + each * (i + 1)) for i in range(len(done))]
@@ -618,38 +798,45 @@ def kill():
     for epoch, (x, second) in zip(saved, ends, strict=True):
         picture.labelled(x - 37, 170, 34, 36, GREEN, f"{epoch}", picture.between(second))
     taken = left + wide * (resumed - 1)
-    picture.arrow([(taken, 188), (restart + 12, 188), (restart + 12, 156)],
-                  picture.between(loaded))  # fmt: skip
+    picture.arrow([(taken, 188), (restart + 12, 188), (restart + 12, 156)], picture.between(loaded))
     picture.say((taken + restart) / 2, 176, "load", 18, frames=picture.between(loaded))
     picture.say(8, 278, "never killed", anchor="start")
     for i, epoch in enumerate(uninterrupted):
-        epoch_box(256, left + wide * i, wide, begin + each * i, begin + each * (i + 1), SKY,
-                  f"{epoch}")  # fmt: skip
+        epoch_box(
+            256, left + wide * i, wide, begin + each * i, begin + each * (i + 1), SKY, f"{epoch}"
+        )
     last = restart + wide * len(again) - 3
     for y, second in ((232, end), (278, begin + each * len(uninterrupted))):
         frames = picture.between(second)
         picture.box(last - 160, y - 18, 160, 36, "white", GREEN, frames)
         picture.say(last - 80, y, checksum, frames=frames)
-    picture.say(last - 170, 232, "checksum of the weights", anchor="end",
-                frames=picture.between(end))  # fmt: skip
-    picture.captions(334, [
-        (0, "Two ranks train, and save a snapshot after each epoch."),
-        (killed, f"Rank {dead} is killed at the end of epoch {lost}, before it is saved."),
-        (ended, f"Rank {other} cannot go on alone. torchrun ends what is left."),
-        (started, "torchrun starts both ranks again."),
-        (loaded, f"They load the snapshot of epoch {lost - 1}, and repeat epoch {lost}."),
-        (end, "They end with the weights of a run that was never killed."),
-    ], "The killed job ends with the weights of a run that was never killed.")  # fmt: skip
+    picture.say(
+        last - 170, 232, "checksum of the weights", anchor="end", frames=picture.between(end)
+    )
+    picture.captions(
+        334,
+        [
+            (0, "Two ranks train, and save a snapshot after each epoch."),
+            (killed, f"Rank {dead} is killed at the end of epoch {lost}, before it is saved."),
+            (ended, f"Rank {other} cannot go on alone. torchrun ends what is left."),
+            (started, "torchrun starts both ranks again."),
+            (loaded, f"They load the snapshot of epoch {lost - 1}, and repeat epoch {lost}."),
+            (end, "They end with the weights of a run that was never killed."),
+        ],
+        "The killed job ends with the weights of a run that was never killed.",
+    )
     picture.say(400, 366, "Numbers are epochs, orange is repeated. Not to scale.", 18)
     return picture
 
 
 STILL = {
-    "ddp": [draw_ddp], "six_steps": [draw_six_steps], "ranks": [draw_ranks],
+    "ddp": [draw_ddp],
+    "six_steps": [draw_six_steps],
+    "ranks": [draw_ranks],
     "kill_and_resume": [draw_kill_and_resume, "uninterrupted.log", "killed.log"],
     "shrink_and_grow": [draw_shrink_and_grow, "shrink_and_grow.log"],
     "three_dimensions": [draw_three_dimensions],
-}  # fmt: skip
+}
 MOVING = {"buckets": buckets, "ring": ring, "kill": kill}
 
 

@@ -24,9 +24,12 @@ def trial():
         hint = "a job that resumes must see the same order: seed a generator of your own"
         if ask.hashed:
             hint = "hash() of a string is another one in each process: seed with numbers"
-        expect(mine == ask(7 + rank, count, epoch, rank, world_size),
-               f"two calls for epoch {epoch} gave different lists", hint,
-               "torch.randperm(count, generator=torch.Generator().manual_seed(...))")
+        expect(
+            mine == ask(7 + rank, count, epoch, rank, world_size),
+            f"two calls for epoch {epoch} gave different lists",
+            hint,
+            "torch.randperm(count, generator=torch.Generator().manual_seed(...))",
+        )
         shares = [None] * world_size
         dist.all_gather_object(shares, mine)
         lengths = check_shares(f"in epoch {epoch}", shares, count)
@@ -34,34 +37,57 @@ def trial():
         pairs = [pair for share in shares for pair in pairwise(share)]
         neighbours.append({frozenset(pair) for pair in pairs})
         distances.update((epoch, (other - one) % count) for one, other in pairs)
-    expect(epochs[0] != epochs[1] != epochs[2] != epochs[0], "two epochs have the same order",
-           "let the seed depend on the epoch")
-    expect(len({frozenset(one) for one in epochs[:3]}) == 3,
-           "this rank gets the same items in two epochs, in another order",
-           "shuffle all items first, then take a share")
-    expect(all(one != sorted(one) for one in epochs), "the order is not random: it is sorted",
-           "shuffle all items first, then take a share")
+    expect(
+        epochs[0] != epochs[1] != epochs[2] != epochs[0],
+        "two epochs have the same order",
+        "let the seed depend on the epoch",
+    )
+    expect(
+        len({frozenset(one) for one in epochs[:3]}) == 3,
+        "this rank gets the same items in two epochs, in another order",
+        "shuffle all items first, then take a share",
+    )
+    expect(
+        all(one != sorted(one) for one in epochs),
+        "the order is not random: it is sorted",
+        "shuffle all items first, then take a share",
+    )
     same = len(neighbours[0] & neighbours[1])  # by chance, one or two
-    expect(same < count / 4, f"in two epochs, {same} items have the same item after them",
-           "not the old order from another place, and not sorted: draw a new one")
+    expect(
+        same < count / 4,
+        f"in two epochs, {same} items have the same item after them",
+        "not the old order from another place, and not sorted: draw a new one",
+    )
     often = max(distances.values())  # by chance, five or six
-    expect(often < count / 4, f"the order is not random: {often} items have the same distance to"
-           " the one after them", "torch.randperm draws an order of which nothing can be foretold")
+    expect(
+        often < count / 4,
+        f"the order is not random: {often} items have the same distance to the one after them",
+        "torch.randperm draws an order of which nothing can be foretold",
+    )
     for count, ranks, epoch in ASKED:
         shares = [ask(r, count, epoch, r, ranks) for r in range(ranks)]
-        check_shares(f"for {ranks} ranks and {count} items", shares, count,
-                     "count on the arguments alone: here, each rank asks for all shares")
+        check_shares(
+            f"for {ranks} ranks and {count} items",
+            shares,
+            count,
+            "count on the arguments alone: here, each rank asks for all shares",
+        )
     for ranks in 1, 8:  # one item of each rank, then the next of each
         order = sum(zip(*(ask(rank, 1000, 0, r, ranks) for r in range(ranks)), strict=False), ())
         near = sum(abs(one - other) < 8 for one, other in pairwise(order))  # by chance, 15
-        expect(near < 100, f"of 1000 items on {ranks} rank(s), step by step, {near} come before one"
-               " whose number is less than 8 away",
-               "shuffle all items at once: not those of a part or of a buffer")
+        expect(
+            near < 100,
+            f"of 1000 items on {ranks} rank(s), step by step, {near} come before one"
+            " whose number is less than 8 away",
+            "shuffle all items at once: not those of a part or of a buffer",
+        )
     orders = {tuple(answer.my_share(103, epoch, 0, 2)) for epoch in range(EPOCHS)}
-    expect(len(orders) == EPOCHS, f"{EPOCHS} epochs have {len(orders)} orders",
-           "each epoch has a seed of its own")
-    return (f"{COUNTS[-1]} items, shares of {lengths}, each item once, in another order each"
-            " epoch")
+    expect(
+        len(orders) == EPOCHS,
+        f"{EPOCHS} epochs have {len(orders)} orders",
+        "each epoch has a seed of its own",
+    )
+    return f"{COUNTS[-1]} items, shares of {lengths}, each item once, in another order each epoch"
 
 
 def ask(process, *arguments):
@@ -84,8 +110,11 @@ def ask(process, *arguments):
         time.time = clock
     expect(isinstance(mine, list), f"a {type(mine).__name__} came back", "return a list")
     kinds = {type(item).__name__ for item in mine} - {"int"}
-    expect(not kinds, f"the list has {', '.join(sorted(kinds))} in it, and not int",
-           "a whole tensor has tolist(), and so has an array")
+    expect(
+        not kinds,
+        f"the list has {', '.join(sorted(kinds))} in it, and not int",
+        "a whole tensor has tolist(), and so has an array",
+    )
     return mine
 
 
@@ -93,19 +122,34 @@ def check_shares(told, shares, count, hint=""):
     """Check that each item is in one share; return the lengths of the shares."""
     times = Counter(item for share in shares for item in share)
     strangers = times.keys() - set(range(count))
-    expect(not strangers, f"{told}, item {min(strangers, default=0)} is taken, and the items have"
-           f" the numbers 0 to {count - 1}", hint)
+    expect(
+        not strangers,
+        f"{told}, item {min(strangers, default=0)} is taken, and the items have"
+        f" the numbers 0 to {count - 1}",
+        hint,
+    )
     twice, missing = sum(number > 1 for number in times.values()), count - len(times)
     few = missing < len(shares) and "by which index does a rank get one of the rest? order[-0] is"
-    expect(not (twice and missing), f"{told}, {twice} items are in more than one share, and"
-           f" {missing} in none", few and f"{few} order[0]" or hint or
-           "do all ranks begin with the same order of all items?",
-           "the seed must not depend on the rank")
-    expect(not twice, f"{told}, {twice} items are taken more than once", hint or
-           "which items are this rank's? Do not fill up the shares to equal lengths")
-    expect(not missing, f"{told}, {missing} items are in no share", hint or
-           "what becomes of the rest, if the number of ranks does not divide the count?")
+    expect(
+        not (twice and missing),
+        f"{told}, {twice} items are in more than one share, and {missing} in none",
+        few and f"{few} order[0]" or hint or "do all ranks begin with the same order of all items?",
+        "the seed must not depend on the rank",
+    )
+    expect(
+        not twice,
+        f"{told}, {twice} items are taken more than once",
+        hint or "which items are this rank's? Do not fill up the shares to equal lengths",
+    )
+    expect(
+        not missing,
+        f"{told}, {missing} items are in no share",
+        hint or "what becomes of the rest, if the number of ranks does not divide the count?",
+    )
     lengths = [len(share) for share in shares]
-    expect(max(lengths) - min(lengths) <= 1, f"{told}, the shares have lengths of {lengths}",
-           "all[rank::world_size] takes every world_size-th item")
+    expect(
+        max(lengths) - min(lengths) <= 1,
+        f"{told}, the shares have lengths of {lengths}",
+        "all[rank::world_size] takes every world_size-th item",
+    )
     return lengths

@@ -25,14 +25,20 @@ def trial(folder):
             kept = kept if step == 2 else bytes_kept()
     comes_true(lambda: bytes_kept() <= kept, limit() / 8)  # Gloo's thread lets go a little later
     more = bytes_kept() - kept
-    expect(more <= 0, f"after step 2, {more} bytes more are in memory than after step 1",
-           "finish() empties the list: else all gradients of all steps stay in it")
+    expect(
+        more <= 0,
+        f"after step 2, {more} bytes more are in memory than after step 1",
+        "finish() empties the list: else all gradients of all steps stay in it",
+    )
     mine.zero_grad()
     gc.collect()
     comes_true(lambda: not any(one() is not None for one in old), limit() / 8)
     left = sum(one() is not None for one in old)
-    expect(not left, f"after zero_grad(), {left} gradients of old steps are still in memory",
-           "what has finish() not emptied? A work keeps its tensor, too")
+    expect(
+        not left,
+        f"after zero_grad(), {left} gradients of old steps are still in memory",
+        "what has finish() not emptied? A work keeps its tensor, too",
+    )
     calls = len(mine.begun.calls) // 3
     return f"gradients off by {worst:.0e}, {calls} exchanges in a step, begun in backward"
 
@@ -45,9 +51,11 @@ def check_step(step, mine, finish, folder):
     whole(rows.flatten(0, 1)).square().mean().backward()
     mine.zero_grad()
     if step < 2 and rank != step:  # in steps 0 and 1, one goes through its backward() alone
-        expect(comes_true((folder / f"{step}").exists, limit() / 2),
-               f"rank {step} waits in backward() for this rank, which has not begun",
-               "nothing that runs in backward() may wait: async_op=True, and no wait() in the hook")
+        expect(
+            comes_true((folder / f"{step}").exists, limit() / 2),
+            f"rank {step} waits in backward() for this rank, which has not begun",
+            "nothing that runs in backward() may wait: async_op=True, and no wait() in the hook",
+        )
         time.sleep(0.1)  # a finish() that does not wait is back by now
         (folder / f"{step}-{rank}").touch()
     mine.look_at = (2, 1, 0) if step == 2 else (1,)
@@ -56,22 +64,36 @@ def check_step(step, mine, finish, folder):
     mine.at_layer(0)
     (folder / f"{step}").touch()
     finish()
-    late = [r for r in range(world_size)
-            if rank == step < 2 and r != step and not (folder / f"{step}-{r}").exists()]
+    late = [
+        r
+        for r in range(world_size)
+        if rank == step < 2 and r != step and not (folder / f"{step}-{r}").exists()
+    ]
     expect(len(mine.begun.calls) > calls, f"{told}, nothing was exchanged", "is there a hook?")
-    expect(any(begun for layer, begun, _ in mine.seen if layer), f"{told}, when backward() came to"
-           " the first layer, no exchange had begun",
-           "begin in a hook, which backward() calls: all_reduce(p.grad, async_op=True)")
-    expect(not late, f"{told}, finish() came back before rank {sum(late[:1])} had begun: it has not"
-           " waited", "async_op=True returns an object with wait(). Keep it")
+    expect(
+        any(begun for layer, begun, _ in mine.seen if layer),
+        f"{told}, when backward() came to the first layer, no exchange had begun",
+        "begin in a hook, which backward() calls: all_reduce(p.grad, async_op=True)",
+    )
+    expect(
+        not late,
+        f"{told}, finish() came back before rank {sum(late[:1])} had begun: it has not waited",
+        "async_op=True returns an object with wait(). Keep it",
+    )
     left = mine.begun.works - len(mine.begun.waited)
-    expect(left <= 0, f"{told}, finish() has not waited for {left} exchanges",
-           "they need not end in the order in which they begin: wait() for each")
+    expect(
+        left <= 0,
+        f"{told}, finish() has not waited for {left} exchanges",
+        "they need not end in the order in which they begin: wait() for each",
+    )
     off = check_gradients(told, mine, alone, whole)
     for layer, begun, least in mine.seen:
-        expect(begun >= least, f"when backward() had come through layer {layer}, {begun} bytes were"
-               f" on their way, and the gradients from there to the end have {least}",
-               "begin with each gradient as soon as it is complete, in a hook of each parameter")
+        expect(
+            begun >= least,
+            f"when backward() had come through layer {layer}, {begun} bytes were"
+            f" on their way, and the gradients from there to the end have {least}",
+            "begin with each gradient as soon as it is complete, in a hook of each parameter",
+        )
     return off
 
 
@@ -83,22 +105,37 @@ def comes_true(what, seconds):
 
 
 def check_gradients(told, mine, alone, whole):
-    worst, later = 0, (told != "in step 0") * [
-        "step 0 was right. Is something left over from it, or used before its wait()?"]
+    worst, later = (
+        0,
+        (told != "in step 0")
+        * ["step 0 was right. Is something left over from it, or used before its wait()?"],
+    )
     for (name, p), own, right in zip(
-            mine.named_parameters(), alone.parameters(), whole.parameters(), strict=True):
+        mine.named_parameters(), alone.parameters(), whole.parameters(), strict=True
+    ):
         named = f"{told}, the gradient of {name}"
         expect((p.grad is None) == (right.grad is None), f"{named} is {p.grad}", "leave it")
         if right.grad is None:
             continue
         size, times = right.grad.norm(), (p.grad.norm() / right.grad.norm()).item()
         off, direction = ((one - right.grad).norm() / size for one in (p.grad, p.grad / times))
-        expect(not torch.equal(p.grad, own.grad), f"{named} is still the rank's own",
-               "is it exchanged? And in place, or is the mean copied back?")
-        expect(off < 1e-5 or not direction < 1e-5, f"{named} is {times:.2f} times the mean",
-               *later, "all_reduce adds up. What makes a mean of a sum, and how often?")
-        expect(off < 1e-5, f"{named} is off by {off:.1e} of its length", *later,
-               "before wait(), a tensor may hold anything: do not use it until then")
+        expect(
+            not torch.equal(p.grad, own.grad),
+            f"{named} is still the rank's own",
+            "is it exchanged? And in place, or is the mean copied back?",
+        )
+        expect(
+            off < 1e-5 or not direction < 1e-5,
+            f"{named} is {times:.2f} times the mean",
+            *later,
+            "all_reduce adds up. What makes a mean of a sum, and how often?",
+        )
+        expect(
+            off < 1e-5,
+            f"{named} is off by {off:.1e} of its length",
+            *later,
+            "before wait(), a tensor may hold anything: do not use it until then",
+        )
         worst = max(worst, off.item())
     return worst
 

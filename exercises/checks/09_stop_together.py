@@ -34,13 +34,17 @@ def trial(folder):
         lengths, asked = lengths[:world_size], asked[:world_size]
         right = min(lengths + asked)
         told = f"with {lengths} batches, " + "".join(
-            f"and rank {r} asked to stop after step {after}, " for r, after in enumerate(asked)
-            if after < NEVER)  # fmt: skip
+            f"and rank {r} asked to stop after step {after}, "
+            for r, after in enumerate(asked)
+            if after < NEVER
+        )
         who = [r for r in range(world_size) if right in (lengths[r], asked[r])]
         hint = "this rank has no batch left: the others have to know before their step"
         if len(who) > 1:
-            hint = (f"{len(who)} ranks, {who}, have to stop here, and this one has no batch left."
-                    " What do two flags make of each other? 1 + 1 is 2, which is not 1")
+            hint = (
+                f"{len(who)} ranks, {who}, have to stop here, and this one has no batch left."
+                " What do two flags make of each other? 1 + 1 is 2, which is not 1"
+            )
         work = Work(lengths[rank], asked[rank], told, case == LATE, hint)
         with Exchanges() as exchanges:
             found = answer.train(work.batches(), work.step, work.asked_to_stop)
@@ -48,34 +52,52 @@ def trial(folder):
         (folder / f"new-{rank}").rename(folder / f"{case}-{rank}")
         if case == LATE:  # the others may have been told in this round, or in the next one
             right += work.steps > right
-        expect(work.steps <= right,
-               f"{told}this rank took {work.steps} steps; rank {who[0]} can take only {right}",
-               "each rank tells the others, before each step, whether it has to stop",
-               "one number from each rank, 0 or 1, and an all_reduce in which a 1 of any rank wins")
-        expect(work.steps == right,
-               f"{told}this rank took {work.steps} steps; all ranks can take {right}",
-               "who wanted to stop? Does a rank stop while it has a batch, 0 for one, and nobody"
-               " asked?",
-               "take a batch, then agree, then use it: that batch must not get lost")
-        expect(work.taken <= right + 1, f"{told}{work.taken} batches were taken for {right} steps",
-               "take one, agree, use it; the rest is for the next epoch")
-        expect(found == right and isinstance(found, int),
-               f"{told}this rank took {right} steps, and returned {found!r}",
-               "return how many steps it took")
+        expect(
+            work.steps <= right,
+            f"{told}this rank took {work.steps} steps; rank {who[0]} can take only {right}",
+            "each rank tells the others, before each step, whether it has to stop",
+            "one number from each rank, 0 or 1, and an all_reduce in which a 1 of any rank wins",
+        )
+        expect(
+            work.steps == right,
+            f"{told}this rank took {work.steps} steps; all ranks can take {right}",
+            "who wanted to stop? Does a rank stop while it has a batch, 0 for one, and nobody"
+            " asked?",
+            "take a batch, then agree, then use it: that batch must not get lost",
+        )
+        expect(
+            work.taken <= right + 1,
+            f"{told}{work.taken} batches were taken for {right} steps",
+            "take one, agree, use it; the rest is for the next epoch",
+        )
+        expect(
+            found == right and isinstance(found, int),
+            f"{told}this rank took {right} steps, and returned {found!r}",
+            "return how many steps it took",
+        )
         missing = wait_for([folder / f"{case}-{r}" for r in range(world_size)])
-        expect(not missing, f"{told}this rank took {right} steps and came back from train();"
-               f" rank {min(missing, default=0)} has not", "does this rank leave without a call in"
-               " which the others wait? All ranks have to come to it, in each round",
-               "a for loop ends without the call, and so may a or b(). Take next(batches, None),"
-               " make the call, then decide, by what all ranks know alone")
+        expect(
+            not missing,
+            f"{told}this rank took {right} steps and came back from train();"
+            f" rank {min(missing, default=0)} has not",
+            "does this rank leave without a call in"
+            " which the others wait? All ranks have to come to it, in each round",
+            "a for loop ends without the call, and so may a or b(). Take next(batches, None),"
+            " make the call, then decide, by what all ranks know alone",
+        )
         taken = [int((folder / f"{case}-{r}").read_text()) for r in range(world_size)]
-        expect(len(set(taken)) == 1, f"{told}the ranks took {taken} steps",
-               "what a rank hears after it has told the others has to wait for the next round")
+        expect(
+            len(set(taken)) == 1,
+            f"{told}the ranks took {taken} steps",
+            "what a rank hears after it has told the others has to wait for the next round",
+        )
         together.append(right)
         counts.append(len(exchanges.calls))
     expect(all(counts), "right, but no exchange was seen", "a collective tells all ranks at once")
-    return (f"in {len(together)} cases, all ranks stopped together, after {together} steps;"
-            f" {counts[-1]} exchange(s) in the last case, of {work.steps} steps")
+    return (
+        f"in {len(together)} cases, all ranks stopped together, after {together} steps;"
+        f" {counts[-1]} exchange(s) in the last case, of {work.steps} steps"
+    )
 
 
 def wait_for(paths):
@@ -100,12 +122,13 @@ class Work:
             yield torch.full((2,), self.taken - 1)
 
     def step(self, batch):
-        expect(batch is not None, f"{self.told}step() got None in step {self.steps + 1}",
-               self.hint)
+        expect(batch is not None, f"{self.told}step() got None in step {self.steps + 1}", self.hint)
         number = int(batch[0]) if torch.is_tensor(batch) else batch
-        expect(number == self.steps,
-               f"{self.told}batch {number} was used in step {self.steps + 1}, not {self.steps}",
-               "each batch that is taken is used, once: next() takes one")
+        expect(
+            number == self.steps,
+            f"{self.told}batch {number} was used in step {self.steps + 1}, not {self.steps}",
+            "each batch that is taken is used, once: next() takes one",
+        )
         self.steps += 1
 
     def asked_to_stop(self):

@@ -41,36 +41,53 @@ def trial():
             for number, layer in enumerate(layers):
                 outputs = layer(outputs)
                 alive.look(f"after the forward pass of layer {number}", most)
-                expect(outputs.requires_grad, f"autograd does not see layer {number}",
-                       "where a pass is written by hand: torch.autograd.Function, and .apply()")
+                expect(
+                    outputs.requires_grad,
+                    f"autograd does not see layer {number}",
+                    "where a pass is written by hand: torch.autograd.Function, and .apply()",
+                )
                 outputs = torch.tanh(outputs / 10)
                 # When the gradient comes here, the layers behind have finished their backward.
-                outputs.register_hook(lambda _, after=number + 1: alive.look(
-                    f"in the backward pass, before that of layer {after - 1}",
-                    most + sum(sizes[after:])))
+                outputs.register_hook(
+                    lambda _, after=number + 1: alive.look(
+                        f"in the backward pass, before that of layer {after - 1}",
+                        most + sum(sizes[after:]),
+                    )
+                )
             off = (outputs - right[rank]).abs().max().item()
-            expect(off < 1e-9, f"the output of step {step + 1} is off by {off:.1e}",
-                   "gather the parts of all ranks, in order, without what fills them up",
-                   "the parts change in each step: gather them in each forward pass")
+            expect(
+                off < 1e-9,
+                f"the output of step {step + 1} is off by {off:.1e}",
+                "gather the parts of all ranks, in order, without what fills them up",
+                "the parts change in each step: gather them in each forward pass",
+            )
             outputs.backward(given[rank])
             del outputs
             alive.look("after the backward pass", most + sum(sizes))
         alive.check()
         worst = max(worst, off, gradients_off(layers, weights, inputs, all_rows, there))
         sent, enough = alive.bytes_sent(), 3 * (world_size - 1) * sum(sizes)
-        expect(sent >= sum(sizes), f"the two passes together send {sent} bytes, and this rank's"
-               f" parts have {sum(sizes)}", "the other ranks need them")
-        expect(sent <= enough + 64, f"the two passes together send {sent} bytes, and 3 (N - 1) / N"
-               f" of the weights are {enough}",
-               "how often is a layer gathered? Which rank needs which part of the gradient?",
-               "two times all_gather, and one reduce_scatter")
+        expect(
+            sent >= sum(sizes),
+            f"the two passes together send {sent} bytes, and this rank's parts have {sum(sizes)}",
+            "the other ranks need them",
+        )
+        expect(
+            sent <= enough + 64,
+            f"the two passes together send {sent} bytes, and 3 (N - 1) / N"
+            f" of the weights are {enough}",
+            "how often is a layer gathered? Which rank needs which part of the gradient?",
+            "two times all_gather, and one reduce_scatter",
+        )
         with torch.no_grad():
             for part in [*(layer.part for layer in layers), *weights]:
                 part -= 0.1 * part.grad
                 part.grad = None
     look_at_two_passes()
-    return (f"off by {worst:.0e}, {sum(sizes)} bytes of weights on a rank, not"
-            f" {8 * sum(weight.numel() for weight in weights)}, {sent} bytes sent in a step")
+    return (
+        f"off by {worst:.0e}, {sum(sizes)} bytes of weights on a rank, not"
+        f" {8 * sum(weight.numel() for weight in weights)}, {sent} bytes sent in a step"
+    )
 
 
 def look_at_two_passes():
@@ -90,19 +107,29 @@ def look_at_order(layer, rows, given, order, right):
     """Two forward passes, then their backward passes in this order. right: the sum of gradients."""
     layer.part.grad, rank, world_size = None, dist.get_rank(), dist.get_world_size()
     outputs = [layer(its.clone()) for its in rows]
-    expect(all(one.requires_grad for one in outputs), "if the inputs need no gradient, as the data"
-           " of a first layer, then autograd does not see the layer, and its part learns nothing",
-           "the part needs a gradient, too: is it an argument of .apply()? (A reentrant checkpoint"
-           " looks at the inputs alone)")
+    expect(
+        all(one.requires_grad for one in outputs),
+        "if the inputs need no gradient, as the data"
+        " of a first layer, then autograd does not see the layer, and its part learns nothing",
+        "the part needs a gradient, too: is it an argument of .apply()? (A reentrant checkpoint"
+        " looks at the inputs alone)",
+    )
     for number in order:
         outputs[number].backward(given[number, rank])
     right = own_part(right / world_size)
-    expect(layer.part.grad is not None, "if the inputs need no gradient, the part has none",
-           "the part needs a gradient, too: is it an argument of .apply()?")
+    expect(
+        layer.part.grad is not None,
+        "if the inputs need no gradient, the part has none",
+        "the part needs a gradient, too: is it an argument of .apply()?",
+    )
     off = (layer.part.grad[: len(right)] - right).abs().sum().item()
-    expect(off < 1e-9, "after two forward passes, and then both backward passes, the gradient of"
-           f" the part is off by {off:.1e}", "each backward pass needs the inputs of its own"
-           " forward pass: ctx keeps them, and an attribute of the layer has those of the last one")
+    expect(
+        off < 1e-9,
+        "after two forward passes, and then both backward passes, the gradient of"
+        f" the part is off by {off:.1e}",
+        "each backward pass needs the inputs of its own"
+        " forward pass: ctx keeps them, and an attribute of the layer has those of the last one",
+    )
 
 
 def own_part(weight):
@@ -114,17 +141,27 @@ def own_part(weight):
 def check_parts(layers, weights):
     for number, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
         part, right = getattr(layer, "part", None), own_part(weight)
-        expect(isinstance(part, nn.Parameter), f"layer {number} has no nn.Parameter self.part",
-               "self.part = nn.Parameter(...)")
+        expect(
+            isinstance(part, nn.Parameter),
+            f"layer {number} has no nn.Parameter self.part",
+            "self.part = nn.Parameter(...)",
+        )
         shape = (-(-weight.numel() // dist.get_world_size()),)
-        expect(part.shape == shape, f"the part of layer {number} has the shape"
-               f" {tuple(part.shape)}, not {shape}",
-               "fill up the flat weight with zeros to a multiple of N, then cut")
-        expect(torch.equal(part[: len(right)], right), f"the part of layer {number} has other"
-               " numbers than this rank's share of the weight",
-               "number i of the flat weight belongs to rank i // (length of a part)")
-        expect(not part[len(right):].any(), f"what fills up the part of layer {number} is not zero",
-               "torch.nn.functional.pad fills up with zeros")
+        expect(
+            part.shape == shape,
+            f"the part of layer {number} has the shape {tuple(part.shape)}, not {shape}",
+            "fill up the flat weight with zeros to a multiple of N, then cut",
+        )
+        expect(
+            torch.equal(part[: len(right)], right),
+            f"the part of layer {number} has other numbers than this rank's share of the weight",
+            "number i of the flat weight belongs to rank i // (length of a part)",
+        )
+        expect(
+            not part[len(right) :].any(),
+            f"what fills up the part of layer {number} is not zero",
+            "torch.nn.functional.pad fills up with zeros",
+        )
 
 
 def gradients_off(layers, weights, inputs, all_rows, there):
@@ -132,33 +169,57 @@ def gradients_off(layers, weights, inputs, all_rows, there):
 
     there: what each number of the parts' gradients was before.
     """
-    expect(inputs.grad is not None, "the inputs have no gradient",
-           "backward returns a gradient for each argument of forward")
+    expect(
+        inputs.grad is not None,
+        "the inputs have no gradient",
+        "backward returns a gradient for each argument of forward",
+    )
     right = all_rows.grad[dist.get_rank()] * dist.get_world_size()  # of the rank's own loss
     worst = (inputs.grad - right).abs().max().item()
-    expect(worst < 1e-9, f"the gradient of the inputs is off by {worst:.1e}",
-           "the rows are this rank's own: their gradient is exchanged with nobody")
+    expect(
+        worst < 1e-9,
+        f"the gradient of the inputs is off by {worst:.1e}",
+        "the rows are this rank's own: their gradient is exchanged with nobody",
+    )
     for number, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
         what, right = f"the gradient of layer {number}'s part", own_part(weight.grad)
-        expect(layer.part.grad is not None, f"layer {number}'s part has no gradient",
-               "backward returns a gradient for each argument of forward")
+        expect(
+            layer.part.grad is not None,
+            f"layer {number}'s part has no gradient",
+            "backward returns a gradient for each argument of forward",
+        )
         found, fill = (layer.part.grad - there).split([len(right), len(layer.part) - len(right)])
-        expect(not there or not torch.allclose(found + there, right), f"{what} has taken the place"
-               " of the one that was there",
-               "autograd adds up what backward() returns: return it, and leave .grad alone")
+        expect(
+            not there or not torch.allclose(found + there, right),
+            f"{what} has taken the place of the one that was there",
+            "autograd adds up what backward() returns: return it, and leave .grad alone",
+        )
         times, off = (found.norm() / right.norm()).item(), (found - right).abs().max().item()
-        expect(off < 1e-9 or (found - right).std() > 1e-9, f"{what} is right, but the one that was"
-               " there before has changed", "take the mean before you add: what divides .grad"
-               " afterwards divides also what was there")
+        expect(
+            off < 1e-9 or (found - right).std() > 1e-9,
+            f"{what} is right, but the one that was there before has changed",
+            "take the mean before you add: what divides .grad"
+            " afterwards divides also what was there",
+        )
         same_direction = (found / times - right).norm() / right.norm() < 1e-6
-        expect(off < 1e-9 or not same_direction, f"{what} is {times:.2f} times the mean",
-               "reduce_scatter adds up. What makes a mean of a sum, and how often?")
-        expect(off < 1e-9, f"{what} is off by {off:.1e}",
-               "the mean is over the gradients that all ranks have for this part",
-               "does the gradient have the weight's shape, (out, in), before you make it flat? And"
-               " with async_op=True, the sum is there when wait() returns")
-        expect(not fill.any(), f"what fills up {what} is not zero", "which numbers does the"
-               " reduce_scatter add up there? torch.empty does not clear what it gets")
+        expect(
+            off < 1e-9 or not same_direction,
+            f"{what} is {times:.2f} times the mean",
+            "reduce_scatter adds up. What makes a mean of a sum, and how often?",
+        )
+        expect(
+            off < 1e-9,
+            f"{what} is off by {off:.1e}",
+            "the mean is over the gradients that all ranks have for this part",
+            "does the gradient have the weight's shape, (out, in), before you make it flat? And"
+            " with async_op=True, the sum is there when wait() returns",
+        )
+        expect(
+            not fill.any(),
+            f"what fills up {what} is not zero",
+            "which numbers does the"
+            " reduce_scatter add up there? torch.empty does not clear what it gets",
+        )
         worst = max(worst, off)
     return worst
 
@@ -172,8 +233,14 @@ class Alive(Exchanges):
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(call, types, args, kwargs)
-        given, came = ({StorageWeakRef(tensor.untyped_storage()) for tensor in tree_leaves(one)
-                        if torch.is_tensor(tensor)} for one in (args, result))
+        given, came = (
+            {
+                StorageWeakRef(tensor.untyped_storage())
+                for tensor in tree_leaves(one)
+                if torch.is_tensor(tensor)
+            }
+            for one in (args, result)
+        )
         self.made |= came - given  # a view has the storage of what was given
         return result
 
@@ -191,9 +258,12 @@ class Alive(Exchanges):
 
     def check(self):
         for where, kept, most in self.seen:
-            expect(kept <= most, f"{where}, this rank keeps {kept} bytes: its parts have"
-                   f" {self.parts} (at most {most} may be kept here)",
-                   "which whole weights or whole gradients are still there, and what holds them?"
-                   " Is a part a slice that holds the whole?",
-                   "what backward needs can be gathered again. A tensor saved for it, an attribute,"
-                   " or a slice that is no clone keeps it alive")
+            expect(
+                kept <= most,
+                f"{where}, this rank keeps {kept} bytes: its parts have"
+                f" {self.parts} (at most {most} may be kept here)",
+                "which whole weights or whole gradients are still there, and what holds them?"
+                " Is a part a slice that holds the whole?",
+                "what backward needs can be gathered again. A tensor saved for it, an attribute,"
+                " or a slice that is no clone keeps it alive",
+            )

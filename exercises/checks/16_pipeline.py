@@ -31,41 +31,62 @@ def trial(folder):
         right = mse_loss(outputs, targets)
         right.backward()
         nothing = torch.full_like(inputs, math.nan)
-        given = (inputs.clone() if rank == 0 else nothing.clone(),
-                 targets.clone() if rank == last else nothing.clone())
+        given = (
+            inputs.clone() if rank == 0 else nothing.clone(),
+            targets.clone() if rank == last else nothing.clone(),
+        )
         with Events(stage) as events:
             loss = answer.train_step(stage, *given, micro_batches)
 
         passes = [event for event in stage.events if event[0] in "FB"]
         told = told_by_all(f"{folder}/{micro_batches}", [passes, events.not_waited_for()])
         for r, (_, left) in told.items():
-            expect(not left, f"of the messages that rank {r} began, {left} had no wait()",
-                   "irecv returns at once: nothing has arrived before wait() returns. And what"
-                   " isend shall send may never leave", "work = dist.irecv(...); work.wait()")
+            expect(
+                not left,
+                f"of the messages that rank {r} began, {left} had no wait()",
+                "irecv returns at once: nothing has arrived before wait() returns. And what"
+                " isend shall send may never leave",
+                "work = dist.irecv(...); work.wait()",
+            )
         check_micro_batches(stage.taken, micro_batches)
         check_loss(loss, right.item(), micro_batches)
         worst = max(worst, gradients_off(stage, stages, rank, micro_batches, inputs, targets))
-        expect(all(torch.equal(weights[name], p) for name, p in stage.state_dict().items()),
-               "the weights were changed", "compute gradients: the optimizer's step comes later")
+        expect(
+            all(torch.equal(weights[name], p) for name, p in stage.state_dict().items()),
+            "the weights were changed",
+            "compute gradients: the optimizer's step comes later",
+        )
         check_order(stage.events, micro_batches)
         most = ((rank < last) + (rank > 0)) * ROWS * WIDTH * 8
         sent = events.bytes_sent()
-        expect(most <= sent <= most + 64 * micro_batches, f"this rank sends {sent} bytes, and its"
-               f" {'outputs' if rank < last else ''}{' and ' if 0 < rank < last else ''}"
-               f"{'gradients' if rank else ''} have {most}",
-               "each output goes to the next rank alone, and each gradient to the one before")
+        expect(
+            most <= sent <= most + 64 * micro_batches,
+            f"this rank sends {sent} bytes, and its"
+            f" {'outputs' if rank < last else ''}{' and ' if 0 < rank < last else ''}"
+            f"{'gradients' if rank else ''} have {most}",
+            "each output goes to the next rank alone, and each gradient to the one before",
+        )
         others = sorted({kind for kind, _ in events.calls} - {"send"})
-        expect(not others, f"this rank also calls {' and '.join(others)}, for which all ranks meet",
-               "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?")
+        expect(
+            not others,
+            f"this rank also calls {' and '.join(others)}, for which all ranks meet",
+            "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?",
+        )
         late = set(range(world_size)) - set(told)
-        expect(not late, f"rank {min(late, default=0)} does not come back from train_step()",
-               "what does it wait for, and who sends that?")
+        expect(
+            not late,
+            f"rank {min(late, default=0)} does not come back from train_step()",
+            "what does it wait for, and who sends that?",
+        )
         length, picture = schedule([told[r][0] for r in range(world_size)])
         least = 2 * (micro_batches + world_size - 1)
-        expect(length <= least, f"with {micro_batches} micro-batches, your order takes {length}"
-               f" passes' time, and {least} are enough:\n{picture}",
-               "a rank that waits: which pass could come earlier, here or where it waits for?",
-               "all forward passes first, then all backward passes. That is GPipe")
+        expect(
+            length <= least,
+            f"with {micro_batches} micro-batches, your order takes {length}"
+            f" passes' time, and {least} are enough:\n{picture}",
+            "a rank that waits: which pass could come earlier, here or where it waits for?",
+            "all forward passes first, then all backward passes. That is GPipe",
+        )
         drawn = drawn or f"{length} passes' time:\n{picture}"
     return f"gradients off by {worst:.0e}, {sent} bytes sent, {drawn}"
 
@@ -106,20 +127,29 @@ def schedule(orders):
 
 def check_micro_batches(taken, micro_batches):
     rows = ROWS // micro_batches
-    expect(taken == [rows] * micro_batches, f"with {micro_batches} micro-batches, the stage was"
-           f" called with {taken} rows", f"call it {micro_batches} times, with {rows} rows each",
-           "inputs.chunk(micro_batches)")
+    expect(
+        taken == [rows] * micro_batches,
+        f"with {micro_batches} micro-batches, the stage was called with {taken} rows",
+        f"call it {micro_batches} times, with {rows} rows each",
+        "inputs.chunk(micro_batches)",
+    )
 
 
 def check_loss(loss, right, micro_batches):
     if dist.get_rank() < dist.get_world_size() - 1:
-        expect(loss is None, f"{loss!r} came back, and this is not the last rank",
-               "only the last rank knows the loss. Who is last, of N ranks?")
+        expect(
+            loss is None,
+            f"{loss!r} came back, and this is not the last rank",
+            "only the last rank knows the loss. Who is last, of N ranks?",
+        )
         return
     expect(isinstance(loss, float), f"{loss!r} came back", "the last rank returns a float")
     told = f"the loss of the batch is {right:.6f}, and this rank returns {loss:.6f}"
-    expect(abs(loss - right * micro_batches) > 1e-5, f"{told}: {micro_batches} times as much",
-           "the micro-batches' losses are means. What is the mean over the batch?")
+    expect(
+        abs(loss - right * micro_batches) > 1e-5,
+        f"{told}: {micro_batches} times as much",
+        "the micro-batches' losses are means. What is the mean over the batch?",
+    )
     expect(abs(loss - right) < 1e-5, told, "the mean over all micro-batches, each with its targets")
 
 
@@ -132,26 +162,40 @@ def gradients_off(stage, stages, rank, micro_batches, inputs, targets):
         outputs = one.layers(outputs)
     (mse_loss(outputs, targets.chunk(micro_batches)[-1]) / micro_batches).backward()
     worst = 0
-    for (name, p), right, wrong in zip(stage.named_parameters(), stages[rank].parameters(),
-                                       of_last[rank].parameters(), strict=True):
-        expect(p.grad is not None, f"{name} has no gradient",
-               "what each stage needs for its backward pass comes from the rank behind it")
-        expect(p.grad.isfinite().all(), f"the gradient of {name} is not a number (NaN)",
-               "only rank 0 has the inputs, and only the last of the N ranks has the targets")
+    for (name, p), right, wrong in zip(
+        stage.named_parameters(), stages[rank].parameters(), of_last[rank].parameters(), strict=True
+    ):
+        expect(
+            p.grad is not None,
+            f"{name} has no gradient",
+            "what each stage needs for its backward pass comes from the rank behind it",
+        )
+        expect(
+            p.grad.isfinite().all(),
+            f"the gradient of {name} is not a number (NaN)",
+            "only rank 0 has the inputs, and only the last of the N ranks has the targets",
+        )
         off, times = (p.grad - right.grad).abs().max().item(), p.grad.norm() / right.grad.norm()
-        expect(off < 1e-9 or (p.grad / times - right.grad).norm() / right.grad.norm() > 1e-6,
-               f"the gradient of {name} is {times:.2f} times that of the whole batch",
-               "the loss is a mean over the batch, and a micro-batch's is a mean over fewer rows",
-               "divide each loss by the number of micro-batches, before its backward()")
+        expect(
+            off < 1e-9 or (p.grad / times - right.grad).norm() / right.grad.norm() > 1e-6,
+            f"the gradient of {name} is {times:.2f} times that of the whole batch",
+            "the loss is a mean over the batch, and a micro-batch's is a mean over fewer rows",
+            "divide each loss by the number of micro-batches, before its backward()",
+        )
         for factor in (1, micro_batches):
-            expect(not torch.allclose(p.grad, factor * wrong.grad, rtol=1e-9),
-                   f"the gradient of {name} is that of the last micro-batch alone",
-                   "backward() adds to .grad: let it")
-        expect(off < 1e-9, f"the gradient of {name} is off by {off:.1e}",
-               "each backward pass begins with the gradient that came for the same micro-batch, and"
-               " needs the inputs as they were: each has a tensor of its own, which has arrived",
-               "output.backward(gradient). What goes back is the gradient of the stage's input. And"
-               " wait() for what irecv has returned")
+            expect(
+                not torch.allclose(p.grad, factor * wrong.grad, rtol=1e-9),
+                f"the gradient of {name} is that of the last micro-batch alone",
+                "backward() adds to .grad: let it",
+            )
+        expect(
+            off < 1e-9,
+            f"the gradient of {name} is off by {off:.1e}",
+            "each backward pass begins with the gradient that came for the same micro-batch, and"
+            " needs the inputs as they were: each has a tensor of its own, which has arrived",
+            "output.backward(gradient). What goes back is the gradient of the stage's input. And"
+            " wait() for what irecv has returned",
+        )
         worst = max(worst, off)
     return worst
 
@@ -161,17 +205,25 @@ def check_order(events, micro_batches):
     begun, least = collections.Counter(), min(world_size - rank, micro_batches)
     for event in events:
         before = begun["F"]
-        expect(event[0] != "B" or before >= least, f"with {micro_batches} micro-batches, this rank"
-               f" begins to go backward after {before} forward pass{'es' * (before > 1)}, and at"
-               f" least {least} must come first: meanwhile others wait",
-               "do not wait for a gradient while there is still a micro-batch to begin",
-               "all forward passes first, then all backward passes. That is GPipe")
-        left = {"outputs": (rank < world_size - 1) * (begun["F"] - begun["to the next rank"]),
-                "gradients": (rank > 0) * (begun["B"] - begun["to the rank before"])}
+        expect(
+            event[0] != "B" or before >= least,
+            f"with {micro_batches} micro-batches, this rank"
+            f" begins to go backward after {before} forward pass{'es' * (before > 1)}, and at"
+            f" least {least} must come first: meanwhile others wait",
+            "do not wait for a gradient while there is still a micro-batch to begin",
+            "all forward passes first, then all backward passes. That is GPipe",
+        )
+        left = {
+            "outputs": (rank < world_size - 1) * (begun["F"] - begun["to the next rank"]),
+            "gradients": (rank > 0) * (begun["B"] - begun["to the rank before"]),
+        }
         for what, number in left.items():
-            expect(event[0] == "t" or number < 2, f"when {event} begins, {number} {what} are still"
-                   " to be sent, and a rank waits for them",
-                   "send what a micro-batch gives as soon as it is there")
+            expect(
+                event[0] == "t" or number < 2,
+                f"when {event} begins, {number} {what} are still"
+                " to be sent, and a rank waits for them",
+                "send what a micro-batch gives as soon as it is there",
+            )
         begun[event[0] if event[0] in "FB" else event] += 1
 
 
@@ -205,8 +257,11 @@ class Events(Exchanges):
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         name = call._opname if call.namespace == "c10d" else ""
         if name in ("send", "recv_"):
-            expect(abs(args[2] - dist.get_rank()) == 1, f"this rank talks to rank {args[2]}",
-                   "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?")
+            expect(
+                abs(args[2] - dist.get_rank()) == 1,
+                f"this rank talks to rank {args[2]}",
+                "rank r talks to ranks r - 1 and r + 1 alone: who needs to know the loss?",
+            )
         if name == "send":
             after = args[2] > dist.get_rank()
             self.stage.events.append("to the next rank" if after else "to the rank before")

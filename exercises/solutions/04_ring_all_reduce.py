@@ -13,8 +13,11 @@ def ring_all_reduce(tensor):
         outgoing = chunks[(rank - step) % world_size]
         target = chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(target)
-        for work in dist.batch_isend_irecv([  # if all called send first, all would wait
+        for work in dist.batch_isend_irecv(
+            [  # if all called send first, all would wait
                 dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
-                dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)]):
+                dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size),
+            ]
+        ):
             work.wait()
         target.copy_(incoming + target if step < world_size - 1 else incoming)

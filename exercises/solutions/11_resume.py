@@ -11,8 +11,14 @@ def save(path, model, optimizer, step):
     # No collective stands under the "if": the other ranks wait in the next step.
     if dist.get_rank() == 0:
         with open(f"{path}.tmp", "wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                        "next_step": step + 1}, file)
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "next_step": step + 1,
+                },
+                file,
+            )
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)

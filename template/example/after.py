@@ -38,8 +38,15 @@ class Discs(Dataset):
 
 def new_model():
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, padding=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.1),
-        nn.Conv2d(8, 8, 5, padding=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 1))
+        nn.Conv2d(1, 8, 5, padding=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout2d(0.1),
+        nn.Conv2d(8, 8, 5, padding=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 1, 1),
+    )
 
 
 def mean_loss(model, batch, device):
@@ -59,10 +66,15 @@ def train(device):
     model = new_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1e-2, total_steps=EPOCHS * epoch_steps)
+        optimizer, max_lr=1e-2, total_steps=EPOCHS * epoch_steps
+    )
     snapshot = survive.Snapshot(
-        "snapshot.pt", f"{BATCH} of {len(train_set)}",
-        model=model, optimizer=optimizer, scheduler=scheduler)
+        "snapshot.pt",
+        f"{BATCH} of {len(train_set)}",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
     now = snapshot.load(best=0.0, total=0.0, rows=[], step=0)
     best, total, rows, step = now["best"], now["total"], now["rows"], now["step"]
     ddp = DDP(model, gradient_as_bucket_view=True)
@@ -117,8 +129,13 @@ def shares(train_set, steps):
 
 
 def loader_of(dataset, lists):
-    return DataLoader(dataset, batch_sampler=lists, num_workers=2,
-                      worker_init_fn=survive.obey_rank, multiprocessing_context="fork")
+    return DataLoader(
+        dataset,
+        batch_sampler=lists,
+        num_workers=2,
+        worker_init_fn=survive.obey_rank,
+        multiprocessing_context="fork",
+    )
 
 
 @torch.no_grad()

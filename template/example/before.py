@@ -33,8 +33,15 @@ class Discs(Dataset):
 
 def new_model():
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, padding=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.1),
-        nn.Conv2d(8, 8, 5, padding=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 1))
+        nn.Conv2d(1, 8, 5, padding=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout2d(0.1),
+        nn.Conv2d(8, 8, 5, padding=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 1, 1),
+    )
 
 
 def mean_loss(model, batch, device):
@@ -56,7 +63,8 @@ def train(device):
     model = new_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1e-2, total_steps=EPOCHS * epoch_steps)
+        optimizer, max_lr=1e-2, total_steps=EPOCHS * epoch_steps
+    )
     best, total, rows, step = 0.0, 0.0, [], 0
     for epoch in range(EPOCHS):
         for batch in loader:

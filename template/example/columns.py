@@ -47,8 +47,9 @@ def train(device):
     first, last = COLUMNS * rank // world_size, COLUMNS * (rank + 1) // world_size
     model = Reader().to(device)
     snapshot = survive.Snapshot("columns.pt", f"{COLUMNS} columns", model=model)
-    now = snapshot.load(step=0, rate=3.0, total=0.0, best=math.inf,
-                        state=torch.zeros(2, COLUMNS, WIDTH))
+    now = snapshot.load(
+        step=0, rate=3.0, total=0.0, best=math.inf, state=torch.zeros(2, COLUMNS, WIDTH)
+    )
     step, rate, total, best = now["step"], now["rate"], now["total"], now["best"]
     state = now["state"][:, first:last].to(device)  # my part, on any number of ranks
     ddp = DDP(model)

@@ -14,8 +14,9 @@ def line(begin):
 SAMPLER, LOADER, WRAP, OPT = map(line, ("sampler = ", "loader = ", "model = DDP(", "optimizer = "))
 DATA, EPOCHS, SET_EPOCH, LOOP = map(line, ("dataset = ", "for epoch", "sampler.set_e", "for x, y"))
 MOVE, LOSS, ZERO, BACK = map(line, ("x, y = ", "loss = ", "optimizer.zero", "loss.backward"))
-STEP, REDUCE, RANK_0, SAVE = map(line, ("optimizer.step", "dist.all_red", "if dist.get",
-    "torch.save"))
+STEP, REDUCE, RANK_0, SAVE = map(
+    line, ("optimizer.step", "dist.all_red", "if dist.get", "torch.save")
+)
 GELU, SEED = "nn.GELU(),", "    torch.manual_seed(dist.get_rank())\n"
 BOOK = """    class Book(nn.Module):  # a buffer of its own, which moves in each forward
         def __init__(self):
@@ -41,214 +42,556 @@ def before(old, *new):
 
 
 def evaluate(arguments, mode="model.eval()"):
-    return before(REDUCE, "tests = TensorDataset(inputs[:101])", mode, "with torch.no_grad():",
-                  f"    [model.module(x) for x, in DataLoader(tests, 17{arguments})]",
-                  "model.train()")
+    return before(
+        REDUCE,
+        "tests = TensorDataset(inputs[:101])",
+        mode,
+        "with torch.no_grad():",
+        f"    [model.module(x) for x, in DataLoader(tests, 17{arguments})]",
+        "model.train()",
+    )
 
 
 # {mistake: (changes, the rule, what is said, the text of the line that is named, plain pytest?)}
 MISTAKES = {
-    "no DDP": ({WRAP: "", "model.module.state": "model.state"}, "apart",
-               "found: .* come apart at step 1 .*no model is wrapped", STEP, True),
-    "unfrozen": ({WRAP: "    model[0].requires_grad_(False)\n" + WRAP, **after(
-        SET_EPOCH, "model.module[0].requires_grad_(epoch > 0)")}, "apart",
-        "found: .* come apart at step 17 .*: frozen when DDP", STEP, False),
-    "no_sync": ({BACK: BACK[:8] + "    loss.backward()\n", LOSS: LOSS.replace(
-        "loss = ", "with model.no_sync(): loss = ")}, "apart", "found: .*no_sync", STEP, False),
-    "two forwards": ({BACK: "            more = model(x).mean()\n" + BACK + BACK.replace(
-        "loss", "more")}, "apart", "found: .*two forwards", STEP, False),
+    "no DDP": (
+        {WRAP: "", "model.module.state": "model.state"},
+        "apart",
+        "found: .* come apart at step 1 .*no model is wrapped",
+        STEP,
+        True,
+    ),
+    "unfrozen": (
+        {
+            WRAP: "    model[0].requires_grad_(False)\n" + WRAP,
+            **after(SET_EPOCH, "model.module[0].requires_grad_(epoch > 0)"),
+        },
+        "apart",
+        "found: .* come apart at step 17 .*: frozen when DDP",
+        STEP,
+        False,
+    ),
+    "no_sync": (
+        {
+            BACK: BACK[:8] + "    loss.backward()\n",
+            LOSS: LOSS.replace("loss = ", "with model.no_sync(): loss = "),
+        },
+        "apart",
+        "found: .*no_sync",
+        STEP,
+        False,
+    ),
+    "two forwards": (
+        {BACK: "            more = model(x).mean()\n" + BACK + BACK.replace("loss", "more")},
+        "apart",
+        "found: .*two forwards",
+        STEP,
+        False,
+    ),
     "cast": (after(WRAP, "model.double(); model.float()"), "apart", "found: .*cast", STEP, False),
-    "loaded by one": (after(WRAP, "if dist.get_rank() == 0: model.module.load_state_dict({k: v + 1 "
-                            "for k, v in model.module.state_dict().items()})"), "apart",
-                      "found: .*rank 0 alone loads", STEP, False),
-    "names": ({GELU: "nn.GELU(), nn.Sequential(OrderedDict([(n, nn.Linear(64, 64)) for n in 'abab'"
-               "[dist.get_rank() :][:2]])),", DATA: "    from collections import OrderedDict\n" +
-                   DATA},
-              "wrappers", "found: the ranks' models are not alike", WRAP, False),  # as from a set
-    "calls": ({REDUCE: REDUCE[:8] + "dist.all_reduce(loss_sum if dist.get_rank() else loss_sum"
-               ".int())\n"}, "calls", "found: .*calls differ, from number 1", None, False),
-    "same batches": ({SAMPLER: "", SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
-                     "same_batches", "found: .*train on the same batches", LOSS, True),
-    "the whole set": ({SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
-                      "whole_set", "found: each rank goes through all 1024", LOOP, False),
-    "one replica": ({"Sampler(dataset)": "Sampler(dataset, 1, 0)"}, "told_wrong",
-                    "found: .*told a wrong number", LOOP, False),
+    "loaded by one": (
+        after(
+            WRAP,
+            "if dist.get_rank() == 0: model.module.load_state_dict({k: v + 1 "
+            "for k, v in model.module.state_dict().items()})",
+        ),
+        "apart",
+        "found: .*rank 0 alone loads",
+        STEP,
+        False,
+    ),
+    "names": (
+        {
+            GELU: "nn.GELU(), nn.Sequential(OrderedDict([(n, nn.Linear(64, 64)) for n in 'abab'"
+            "[dist.get_rank() :][:2]])),",
+            DATA: "    from collections import OrderedDict\n" + DATA,
+        },
+        "wrappers",
+        "found: the ranks' models are not alike",
+        WRAP,
+        False,
+    ),  # as from a set
+    "calls": (
+        {REDUCE: REDUCE[:8] + "dist.all_reduce(loss_sum if dist.get_rank() else loss_sum.int())\n"},
+        "calls",
+        "found: .*calls differ, from number 1",
+        None,
+        False,
+    ),
+    "same batches": (
+        {SAMPLER: "", SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
+        "same_batches",
+        "found: .*train on the same batches",
+        LOSS,
+        True,
+    ),
+    "the whole set": (
+        {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
+        "whole_set",
+        "found: each rank goes through all 1024",
+        LOOP,
+        False,
+    ),
+    "one replica": (
+        {"Sampler(dataset)": "Sampler(dataset, 1, 0)"},
+        "told_wrong",
+        "found: .*told a wrong number",
+        LOOP,
+        False,
+    ),
     "no set_epoch": ({SET_EPOCH: ""}, "order_again", "found: .*same order", LOOP, True),
-    "its own parts": (after(DATA, "torch.seed()", "dataset, _ = torch.utils.data.random_split("
-                            "dataset, [896, 128])"), "splits", "found: .*splits the set", None,
-                                False),
-    "seeds": ({"Sampler(dataset)": "Sampler(dataset, seed=dist.get_rank())"}, "overlap",
-              "found: the ranks' shares overlap", LOOP, False),
-    "first batches": ({LOOP: "        for _ in range(16):\n            x, y = "
-                             "next(iter(loader))\n"},
-                      "batches_again", "found: each step begins a new pass", None, False),
-    "unequal": ({"64 // dist.get_world_size()": "32 - 16 * dist.get_rank()", LOOP: LOOP.replace(
-        "in loader", "in [*loader][:16]")}, "shares",
-                "question: .*differ in size", None, False),
-    "nothing": ({"sampler=sampler)": "sampler=sampler, drop_last=True)", "batch_size=64": (
-        "batch_size=9999")}, "empty", "found: .*yields no batch", LOOP, False),
-    "eval mode": ({GELU: DROP, **before(REDUCE, "model.eval()"), EPOCHS: SEED + EPOCHS}, "modes",
-                  "found: from forward 17 on, training goes on in eval", LOSS, False),
+    "its own parts": (
+        after(
+            DATA, "torch.seed()", "dataset, _ = torch.utils.data.random_split(dataset, [896, 128])"
+        ),
+        "splits",
+        "found: .*splits the set",
+        None,
+        False,
+    ),
+    "seeds": (
+        {"Sampler(dataset)": "Sampler(dataset, seed=dist.get_rank())"},
+        "overlap",
+        "found: the ranks' shares overlap",
+        LOOP,
+        False,
+    ),
+    "first batches": (
+        {LOOP: "        for _ in range(16):\n            x, y = next(iter(loader))\n"},
+        "batches_again",
+        "found: each step begins a new pass",
+        None,
+        False,
+    ),
+    "unequal": (
+        {
+            "64 // dist.get_world_size()": "32 - 16 * dist.get_rank()",
+            LOOP: LOOP.replace("in loader", "in [*loader][:16]"),
+        },
+        "shares",
+        "question: .*differ in size",
+        None,
+        False,
+    ),
+    "nothing": (
+        {
+            "sampler=sampler)": "sampler=sampler, drop_last=True)",
+            "batch_size=64": ("batch_size=9999"),
+        },
+        "empty",
+        "found: .*yields no batch",
+        LOOP,
+        False,
+    ),
+    "eval mode": (
+        {GELU: DROP, **before(REDUCE, "model.eval()"), EPOCHS: SEED + EPOCHS},
+        "modes",
+        "found: from forward 17 on, training goes on in eval",
+        LOSS,
+        False,
+    ),
     "one seed": ({GELU: DROP}, "draws", "question: all ranks draw the same random", None, False),
-    "padded": (evaluate(", sampler=DistributedSampler(tests)"),
-               "evaluations", "found: .*counts 1 of 101 items twice", None, False),
-    "drop_last": (evaluate(", drop_last=True"), "evaluations",
-                  "found: .*leaves out 16 of 101", None, False),
-    "train mode": ({GELU: NORM, **evaluate("", "model.train()")}, "evaluations",
-                   "question: .*runs in train mode", None, False),
-    "BatchNorm": ({GELU: NORM, **evaluate("")},
-                  "evaluations", "found: BatchNorm's running values differ", None, False),
+    "padded": (
+        evaluate(", sampler=DistributedSampler(tests)"),
+        "evaluations",
+        "found: .*counts 1 of 101 items twice",
+        None,
+        False,
+    ),
+    "drop_last": (
+        evaluate(", drop_last=True"),
+        "evaluations",
+        "found: .*leaves out 16 of 101",
+        None,
+        False,
+    ),
+    "train mode": (
+        {GELU: NORM, **evaluate("", "model.train()")},
+        "evaluations",
+        "question: .*runs in train mode",
+        None,
+        False,
+    ),
+    "BatchNorm": (
+        {GELU: NORM, **evaluate("")},
+        "evaluations",
+        "found: BatchNorm's running values differ",
+        None,
+        False,
+    ),
     "never cleared": ({ZERO: ""}, "gradients", "found: gradients are never cleared", STEP, False),
-    "cleared late": ({ZERO: "", STEP: ZERO + STEP}, "gradients", "found: .*cleared between", STEP,
-                     False),
-    "nan": (after(LOSS, "loss = loss * float('nan') if epoch else loss"), "gradients",
-            "found: from step 17 on, gradients are nan", STEP, False),
-    "a copy": ({WRAP: "    import copy; old = copy.deepcopy(model)\n" + WRAP,
-                "SGD(model": "SGD(old"}, "gradients", "found: none of the optimizer's 4",
-                "optimizer = ", False),
-    "a part": ({"SGD(model.": "SGD(model.module[2]."}, "gradients", "found: 2 trained param", None,
-               False),
-    "scaled": ({OPT: OPT + "    scaler = torch.amp.GradScaler('cpu')\n", BACK: (
-        "            scaler.scale(loss).backward()\n            nn.utils.clip_grad_norm_(model"
-        ".parameters(), 1)\n"), STEP: "            scaler.step(optimizer); scaler.update()\n"},
-        "clipping", "found: .*still multiplies", None, False),
-    "summed": (after(BACK, "for p in model.parameters(): dist.all_reduce(p.grad)"), "summed",
-               "question: .*that DDP has averaged", None, False),
-    "rates": ({"lr=0.05": "lr=0.05 + 0.01 * dist.get_rank()"}, "numbers",
-              "found: the learning rates differ from step 1 ", STEP, False),
-    "scales": ({OPT: OPT + "    scaler = torch.amp.GradScaler('cpu', 2.0 ** dist.get_rank())\n",
-                BACK: "            scaler.scale(loss).backward()\n",
-                STEP: "            scaler.step(optimizer); scaler.update()\n"}, "numbers",
-               "found: the scales of GradScaler differ from step 1 ", "scaler.step", False),
-    "plateau": ({**after(OPT, "p = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)"),
-                 **before(REDUCE, "p.step(loss_sum * (1 + dist.get_rank()))")}, "numbers",
-        "question: ReduceLROnPlateau .* another figure on each rank", "p.step(", False),
-    "buffers": ({DATA: BOOK + DATA, GELU: "Book(),"}, "buffers",
-                "question: buffers of the model .* differ between the ranks in step 9: 1.book",
-                WRAP, False),
-    "own BatchNorm": ({GELU: NORM, "DDP(model)": "DDP(model, broadcast_buffers=False)"}, "buffers",
-        "question: .*each rank's BatchNorm has means of its own", "model = DDP(", False),
-    "an ensemble": ({WRAP: SEED + "    nn.init.normal_(model[0].weight)\n",
-                     "model.module.state": "model.state", **before(
-        REDUCE, "dist.all_reduce(model(inputs[:300].to(device)).detach())")}, "apart",
-        "question: the weights of all ranks come apart", STEP, False),
-    "lost sums": ({"all_reduce(loss_sum)": "all_reduce(loss_sum.clone())"}, "settings",
-                  "question: nothing holds the tensor that all_reduce", "all_reduce(", False),
+    "cleared late": (
+        {ZERO: "", STEP: ZERO + STEP},
+        "gradients",
+        "found: .*cleared between",
+        STEP,
+        False,
+    ),
+    "nan": (
+        after(LOSS, "loss = loss * float('nan') if epoch else loss"),
+        "gradients",
+        "found: from step 17 on, gradients are nan",
+        STEP,
+        False,
+    ),
+    "a copy": (
+        {WRAP: "    import copy; old = copy.deepcopy(model)\n" + WRAP, "SGD(model": "SGD(old"},
+        "gradients",
+        "found: none of the optimizer's 4",
+        "optimizer = ",
+        False,
+    ),
+    "a part": (
+        {"SGD(model.": "SGD(model.module[2]."},
+        "gradients",
+        "found: 2 trained param",
+        None,
+        False,
+    ),
+    "scaled": (
+        {
+            OPT: OPT + "    scaler = torch.amp.GradScaler('cpu')\n",
+            BACK: (
+                "            scaler.scale(loss).backward()\n"
+                "            nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+            ),
+            STEP: "            scaler.step(optimizer); scaler.update()\n",
+        },
+        "clipping",
+        "found: .*still multiplies",
+        None,
+        False,
+    ),
+    "summed": (
+        after(BACK, "for p in model.parameters(): dist.all_reduce(p.grad)"),
+        "summed",
+        "question: .*that DDP has averaged",
+        None,
+        False,
+    ),
+    "rates": (
+        {"lr=0.05": "lr=0.05 + 0.01 * dist.get_rank()"},
+        "numbers",
+        "found: the learning rates differ from step 1 ",
+        STEP,
+        False,
+    ),
+    "scales": (
+        {
+            OPT: OPT + "    scaler = torch.amp.GradScaler('cpu', 2.0 ** dist.get_rank())\n",
+            BACK: "            scaler.scale(loss).backward()\n",
+            STEP: "            scaler.step(optimizer); scaler.update()\n",
+        },
+        "numbers",
+        "found: the scales of GradScaler differ from step 1 ",
+        "scaler.step",
+        False,
+    ),
+    "plateau": (
+        {
+            **after(OPT, "p = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)"),
+            **before(REDUCE, "p.step(loss_sum * (1 + dist.get_rank()))"),
+        },
+        "numbers",
+        "question: ReduceLROnPlateau .* another figure on each rank",
+        "p.step(",
+        False,
+    ),
+    "buffers": (
+        {DATA: BOOK + DATA, GELU: "Book(),"},
+        "buffers",
+        "question: buffers of the model .* differ between the ranks in step 9: 1.book",
+        WRAP,
+        False,
+    ),
+    "own BatchNorm": (
+        {GELU: NORM, "DDP(model)": "DDP(model, broadcast_buffers=False)"},
+        "buffers",
+        "question: .*each rank's BatchNorm has means of its own",
+        "model = DDP(",
+        False,
+    ),
+    "an ensemble": (
+        {
+            WRAP: SEED + "    nn.init.normal_(model[0].weight)\n",
+            "model.module.state": "model.state",
+            **before(REDUCE, "dist.all_reduce(model(inputs[:300].to(device)).detach())"),
+        },
+        "apart",
+        "question: the weights of all ranks come apart",
+        STEP,
+        False,
+    ),
+    "lost sums": (
+        {"all_reduce(loss_sum)": "all_reduce(loss_sum.clone())"},
+        "settings",
+        "question: nothing holds the tensor that all_reduce",
+        "all_reduce(",
+        False,
+    ),
     "no group": ({}, "no_group", "found: 2 processes train, and none calls", None, False),
-    "wrapper on rank 0": ({GELU: NORM, SAVE: SAVE + (
-        "            with __import__('contextlib').suppress(RuntimeError):\n"
-        "                if epoch == 4: model(inputs[:8])\n")},
-        "alone", "found: rank 0 alone calls the DDP object", "model(inputs[:8])", False),
-    "no state": ({'        optimizer.load_state_dict(snapshot["optimizer"])\n': ""}, "resumes",
-        "found: .* without the optimizer's state", "torch.load(", False),
-    "schedule": (after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 9)"), "schedules",
-                 "found: the schedule StepLR .*never stepped", None, False),
-    "average": (after(OPT, "a = torch.optim.swa_utils.AveragedModel(model.module)"), "schedules",
-                "question: AveragedModel .* is never updated", "AveragedModel(", False),
-    "made anew": (after(SET_EPOCH, OPT.strip()), "made_anew", "question: .*made anew 5", None,
-    False),
+    "wrapper on rank 0": (
+        {
+            GELU: NORM,
+            SAVE: SAVE
+            + (
+                "            with __import__('contextlib').suppress(RuntimeError):\n"
+                "                if epoch == 4: model(inputs[:8])\n"
+            ),
+        },
+        "alone",
+        "found: rank 0 alone calls the DDP object",
+        "model(inputs[:8])",
+        False,
+    ),
+    "no state": (
+        {'        optimizer.load_state_dict(snapshot["optimizer"])\n': ""},
+        "resumes",
+        "found: .* without the optimizer's state",
+        "torch.load(",
+        False,
+    ),
+    "schedule": (
+        after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 9)"),
+        "schedules",
+        "found: the schedule StepLR .*never stepped",
+        None,
+        False,
+    ),
+    "average": (
+        after(OPT, "a = torch.optim.swa_utils.AveragedModel(model.module)"),
+        "schedules",
+        "question: AveragedModel .* is never updated",
+        "AveragedModel(",
+        False,
+    ),
+    "made anew": (
+        after(SET_EPOCH, OPT.strip()),
+        "made_anew",
+        "question: .*made anew 5",
+        None,
+        False,
+    ),
     "all save": ({SAVE: SAVE[4:]}, "files", "found: all ranks save to one file", SAVE, False),
-    "the wrapper": ({"model.module.state": "model.state"}, "files", "question: .*module",
-    "torch.save", False),
-    "by reference": ({EPOCHS: "    best = None\n" + EPOCHS, REDUCE: "        best = best or model"
-                      ".module.state_dict()\n" + REDUCE,
-                          SAVE: SAVE.replace("model.module.state_dict()",
-                                                                            "best")},
-                     "files", "found: .*16 steps before", "torch.save", False),
-    "one tensor": ({REDUCE: "        parts = [torch.zeros_like(loss_sum)] * 2\n        dist."
-                    "all_gather(parts, loss_sum)\n"}, "settings", "found: .*under 2 names", None,
-                        False),
-    "debugging": (before(EPOCHS, "torch.autograd.set_detect_anomaly(True)"), "settings",
-                  "found: debugging is on", None, False),
-    "slow rank": (after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"), "times",
-                  "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
-    "slow rank, after a warm-up of the other": ({WRAP: (
-        "    warm = torch.optim.SGD(model.parameters(), 0.001)\n"
-        "    for _ in range(60 - 60 * dist.get_rank()):\n"
-        "        model(inputs[:8].to(device)).mean().backward(); warm.step(); warm.zero_grad()\n")
-        + WRAP, **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())")}, "times",
-                  "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
-    "slow rank, after a warm-up by the same optimizer": ({OPT: "", WRAP: OPT.replace("0.9", "0") + (
-        "    for _ in range(60 - 60 * dist.get_rank()):\n"
-        "        model(inputs[:8].to(device)).mean().backward()\n"
-        "        optimizer.step(); optimizer.zero_grad()\n")
-        + WRAP, **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())")}, "times",
-                  "found: rank 0 waits for rank 1 .*\n.*longer in its own code", None, False),
-    "slow loader": (before(DATA, "import time", "class Slow(TensorDataset):",
-                           "    def __getitem__(self, i):",
-                           "        time.sleep(0.002)",
-                           "        return super().__getitem__(i)") | {
-        "TensorDataset(inputs, inputs": "Slow(inputs, inputs"}, "times",
-        "found: rank [01] waits for its loader", None, False),
-    "slow disk": (after(STEP, "if not dist.get_rank(): torch.save(torch.ones(2_000_000), "
-                              "'big.pt')"),
-                  "times", "found: rank 0 saves for", None, False),
+    "the wrapper": (
+        {"model.module.state": "model.state"},
+        "files",
+        "question: .*module",
+        "torch.save",
+        False,
+    ),
+    "by reference": (
+        {
+            EPOCHS: "    best = None\n" + EPOCHS,
+            REDUCE: "        best = best or model.module.state_dict()\n" + REDUCE,
+            SAVE: SAVE.replace("model.module.state_dict()", "best"),
+        },
+        "files",
+        "found: .*16 steps before",
+        "torch.save",
+        False,
+    ),
+    "one tensor": (
+        {
+            REDUCE: "        parts = [torch.zeros_like(loss_sum)] * 2\n        dist."
+            "all_gather(parts, loss_sum)\n"
+        },
+        "settings",
+        "found: .*under 2 names",
+        None,
+        False,
+    ),
+    "debugging": (
+        before(EPOCHS, "torch.autograd.set_detect_anomaly(True)"),
+        "settings",
+        "found: debugging is on",
+        None,
+        False,
+    ),
+    "slow rank": (
+        after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"),
+        "times",
+        "found: rank 0 waits for rank 1 .*\n.*longer in its own code",
+        None,
+        False,
+    ),
+    "slow rank, after a warm-up of the other": (
+        {
+            WRAP: (
+                "    warm = torch.optim.SGD(model.parameters(), 0.001)\n"
+                "    for _ in range(60 - 60 * dist.get_rank()):\n"
+                "        model(inputs[:8].to(device)).mean().backward()\n"
+                "        warm.step(); warm.zero_grad()\n"
+            )
+            + WRAP,
+            **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"),
+        },
+        "times",
+        "found: rank 0 waits for rank 1 .*\n.*longer in its own code",
+        None,
+        False,
+    ),
+    "slow rank, after a warm-up by the same optimizer": (
+        {
+            OPT: "",
+            WRAP: OPT.replace("0.9", "0")
+            + (
+                "    for _ in range(60 - 60 * dist.get_rank()):\n"
+                "        model(inputs[:8].to(device)).mean().backward()\n"
+                "        optimizer.step(); optimizer.zero_grad()\n"
+            )
+            + WRAP,
+            **after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"),
+        },
+        "times",
+        "found: rank 0 waits for rank 1 .*\n.*longer in its own code",
+        None,
+        False,
+    ),
+    "slow loader": (
+        before(
+            DATA,
+            "import time",
+            "class Slow(TensorDataset):",
+            "    def __getitem__(self, i):",
+            "        time.sleep(0.002)",
+            "        return super().__getitem__(i)",
+        )
+        | {"TensorDataset(inputs, inputs": "Slow(inputs, inputs"},
+        "times",
+        "found: rank [01] waits for its loader",
+        None,
+        False,
+    ),
+    "slow disk": (
+        after(STEP, "if not dist.get_rank(): torch.save(torch.ones(2_000_000), 'big.pt')"),
+        "times",
+        "found: rank 0 saves for",
+        None,
+        False,
+    ),
 }
 OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
     "no group": ["docs/one_process.py"],
     "no state": ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2],
-    "saved before the others": ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512,
-                                "--crash-epoch", 2],
+    "saved before the others": [
+        "02_torchrun_elastic.py",
+        3,
+        1,
+        "--batch-size",
+        512,
+        "--crash-epoch",
+        2,
+    ],
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
-    "another group of all": {REDUCE: (  # as from a thread
-        "        log, sums = dist.new_group(), torch.ones(3)\n"
-        "        one, other = [(loss_sum, None), (sums, log)][:: 1 - 2 * dist.get_rank()]\n"
-        "        work = dist.all_reduce(one[0], group=one[1], async_op=True)\n"
-        "        dist.all_reduce(other[0], group=other[1]); work.wait()\n")},
+    "another group of all": {
+        REDUCE: (  # as from a thread
+            "        log, sums = dist.new_group(), torch.ones(3)\n"
+            "        one, other = [(loss_sum, None), (sums, log)][:: 1 - 2 * dist.get_rank()]\n"
+            "        work = dist.all_reduce(one[0], group=one[1], async_op=True)\n"
+            "        dist.all_reduce(other[0], group=other[1]); work.wait()\n"
+        )
+    },
     "take turns": {RANK_0: RANK_0.replace("== 0", "== epoch % 2")},
-    "local SGD": {WRAP: "", "model.module.state": "model.state", STEP: STEP + (
-        "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n"
-        "            if len(n) % 5 == 0:\n"
-        "                for p in model.parameters(): dist.all_reduce(p.data); p.data /= 2\n")},
-    "two optimizers": {OPT: OPT + "    critic = DDP(nn.Linear(1, 1)); other = torch.optim.SGD("
-                       "critic.parameters(), 0.001)\n", STEP: STEP + "            "
-                                                                     "other.zero_grad();"
-                       " critic(model(x)).mean().backward(); other.step()\n"},
-    "by hand": {WRAP: "", "model.module.state": "model.state", BACK: BACK + (
-        "            for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= 2\n")},
-    "ZeRO": {"torch.optim.SGD(model.parameters(),":
-    "__import__('torch.distributed.optim').distributed"
-             ".optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD,"},
-    "accumulation": {ZERO: "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n",
-                     LOSS: LOSS.replace("loss = ", "model.require_backward_grad_sync = "
-                                                   "len(optimizer"
-                                        ".__dict__.get('n', [])) % 4 == 3; loss = "),
-                     STEP: "            if len(n) % 4 == 0: optimizer.step(); "
-                           "optimizer.zero_grad()\n"},
-    "equal buffers": {GELU: "Book(),", DATA: BOOK.replace("mean(0)\n", (
-        "mean(0)\n            dist.all_reduce(mean); dist.all_reduce(torch.ones(1))\n")) + DATA},
+    "local SGD": {
+        WRAP: "",
+        "model.module.state": "model.state",
+        STEP: STEP
+        + (
+            "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n"
+            "            if len(n) % 5 == 0:\n"
+            "                for p in model.parameters(): dist.all_reduce(p.data); p.data /= 2\n"
+        ),
+    },
+    "two optimizers": {
+        OPT: OPT + "    critic = DDP(nn.Linear(1, 1)); other = torch.optim.SGD("
+        "critic.parameters(), 0.001)\n",
+        STEP: STEP + "            "
+        "other.zero_grad();"
+        " critic(model(x)).mean().backward(); other.step()\n",
+    },
+    "by hand": {
+        WRAP: "",
+        "model.module.state": "model.state",
+        BACK: BACK
+        + ("            for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= 2\n"),
+    },
+    "ZeRO": {
+        "torch.optim.SGD(model.parameters(),": "__import__('torch.distributed.optim').distributed"
+        ".optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD,"
+    },
+    "accumulation": {
+        ZERO: "            n = optimizer.__dict__.setdefault('n', []); n.append(0)\n",
+        LOSS: LOSS.replace(
+            "loss = ",
+            "model.require_backward_grad_sync = "
+            "len(optimizer"
+            ".__dict__.get('n', [])) % 4 == 3; loss = ",
+        ),
+        STEP: "            if len(n) % 4 == 0: optimizer.step(); optimizer.zero_grad()\n",
+    },
+    "equal buffers": {
+        GELU: "Book(),",
+        DATA: BOOK.replace(
+            "mean(0)\n",
+            ("mean(0)\n            dist.all_reduce(mean); dist.all_reduce(torch.ones(1))\n"),
+        )
+        + DATA,
+    },
     "saved before the others": {  # rank 1 ends its epoch after rank 0 has saved it
         "        if epoch == args.crash": (
             "        if rank == 0:\n"
             "            save({'model': model.module.state_dict(), 'optimizer': optimizer"
             ".state_dict(), 'next_epoch': epoch + 1}, args.snapshot_path)\n"
             "            open(f'saved {epoch}', 'w').close()\n"
-            "        if epoch == args.crash"),
+            "        if epoch == args.crash"
+        ),
         "    for images, labels in tqdm(": (
             "    import builtins; builtins.epoch = getattr(builtins, 'epoch', 0) + 1\n"
-            "    for images, labels in tqdm("),
+            "    for images, labels in tqdm("
+        ),
         "        total[1] += len(labels)\n": (
             "        total[1] += len(labels)\n"
             "        while dist.get_rank() and total[1] == 4096 and (\n"
-            "                not os.path.exists(f'saved {epoch}')): time.sleep(0.01)\n"),
-        "    dist.all_reduce(total)  # in place: the sums over all ranks\n": ""},
-    "no optimizer": {OPT: "", ZERO: "            model.zero_grad()\n", STEP: (
-        "            nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
-        "            for p in model.parameters(): p.data -= 0.05 * p.grad\n"
-        "            dist.all_reduce(loss.detach() * 2)  # a trial of the network\n")},
-    "experts": {OPT: "    torch.manual_seed(dist.get_rank()); expert = nn.Linear(1, 1)\n" + OPT,
-                "SGD(model.parameters()": "SGD([*model.parameters(), *expert.parameters()]",
-                BACK: "            out = model(x).detach(); rows = torch.empty_like(out)\n"
-                      "            dist.all_to_all_single(rows, out)\n"
-                      "            (loss + expert(rows).mean()).backward()\n"},
-    "float64 by default": {"inputs = torch.randn(1024": "torch.set_default_dtype(torch.float64)\n"
-                           "    inputs = torch.randn(1024"},
-    "one step": {"range(5)": "range(1)", "randn(1024": "randn(64", WRAP: WRAP +
-                 "    torch.set_num_threads(8)\n"},
-    "LBFGS": {OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n", ZERO: (
-        "            def closure():\n                optimizer.zero_grad(); loss = nn.functional"
-        ".mse_loss(model(x), y); loss.backward(); return loss\n"), BACK: "",
-        STEP: "            optimizer.step(closure)\n"},
+            "                not os.path.exists(f'saved {epoch}')): time.sleep(0.01)\n"
+        ),
+        "    dist.all_reduce(total)  # in place: the sums over all ranks\n": "",
+    },
+    "no optimizer": {
+        OPT: "",
+        ZERO: "            model.zero_grad()\n",
+        STEP: (
+            "            nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+            "            for p in model.parameters(): p.data -= 0.05 * p.grad\n"
+            "            dist.all_reduce(loss.detach() * 2)  # a trial of the network\n"
+        ),
+    },
+    "experts": {
+        OPT: "    torch.manual_seed(dist.get_rank()); expert = nn.Linear(1, 1)\n" + OPT,
+        "SGD(model.parameters()": "SGD([*model.parameters(), *expert.parameters()]",
+        BACK: "            out = model(x).detach(); rows = torch.empty_like(out)\n"
+        "            dist.all_to_all_single(rows, out)\n"
+        "            (loss + expert(rows).mean()).backward()\n",
+    },
+    "float64 by default": {
+        "inputs = torch.randn(1024": "torch.set_default_dtype(torch.float64)\n"
+        "    inputs = torch.randn(1024"
+    },
+    "one step": {
+        "range(5)": "range(1)",
+        "randn(1024": "randn(64",
+        WRAP: WRAP + "    torch.set_num_threads(8)\n",
+    },
+    "LBFGS": {
+        OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\n",
+        ZERO: (
+            "            def closure():\n"
+            "                optimizer.zero_grad(); loss = nn.functional.mse_loss(model(x), y)\n"
+            "                loss.backward(); return loss\n"
+        ),
+        BACK: "",
+        STEP: "            optimizer.step(closure)\n",
+    },
 }

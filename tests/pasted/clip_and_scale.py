@@ -1,7 +1,9 @@
 model, MAX_NORM = DDP(Model()), 0.05
 optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), torch.amp.GradScaler("cpu")
-steps = [list(zip(rows.chunk(4), targets.chunk(4)))  # the first step is to be skipped
-         for rows in (inputs * (math.inf if rank == last else 1), inputs)]
+steps = [
+    list(zip(rows.chunk(4), targets.chunk(4)))  # the first step is to be skipped
+    for rows in (inputs * (math.inf if rank == last else 1), inputs)
+]
 for micro_batches in steps:
     # PASTE
     pass

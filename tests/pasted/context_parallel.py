@@ -3,6 +3,7 @@ class Transformer(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embed, self.qkv, self.head = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9)
+
     def forward(self, tokens, positions):
         x = self.embed(tokens)[:, None]  # one head
         for _ in range(2):
@@ -10,6 +11,8 @@ class Transformer(nn.Module):
             # PASTE2
             x = x + out
         return self.head(x[:, 0])
+
+
 plain, model = Transformer().to(device), DDP(Transformer().to(device))
 tokens = torch.randint(9, (3, 24)).to(device)
 ring_attention, of_ranks = partial(scaled_dot_product_attention, is_causal=True), ring_attention

@@ -1,10 +1,16 @@
 device = None  # of tensors that are no real ones, nothing is moved
+
+
 def YourModel():
     return Model(width=1024)
+
+
 def train_one_step(model, optimizer):
     optimizer.zero_grad()
     model(torch.randn(4096, 1024)).square().mean().backward()
     optimizer.step()
+
+
 # PASTE
 with torch.device("meta"):
     whole, block = (4 * weights(net).numel() for net in (YourModel(), Block(1024)))

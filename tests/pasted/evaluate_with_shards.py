@@ -1,10 +1,16 @@
 def loss_of_each_row(net, rows):
     assert not net.training
     return net(rows).square().mean(dim=1).bfloat16()
+
+
 def is_going(text):
     return len(text) < 5 + 3 * rank
+
+
 def add_token(text, outputs):
     return torch.cat([text, outputs[-1:].sin()])
+
+
 model, text = Model(), torch.ones(1, 8).to(device) * rank
 shard(model)
 all_batches = torch.randn(world_size + 3, 257, 8).to(device)

@@ -5,15 +5,19 @@ class YourModel(nn.Module):
             expert = Block(8).requires_grad_(number > 3)  # frozen: all of rank 1 of 2
             expert.register_buffer("number", torch.tensor(number), persistent=False)
             return expert
+
         super().__init__()
         self.blocks = nn.ModuleList()
         for seed in (10, 20):
             torch.manual_seed(seed)
             self.blocks.append(mixture(8, 7, 2, new_expert))
+
     def forward(self, x):
         x, balance = self.blocks[0](x)
         x, more = self.blocks[1](x)
         return x, balance + more
+
+
 def compare(net):
     check(norm, expected)
     trained = [(p.grad, whole[name].grad) for name, p in net.named_parameters() if p.requires_grad]
@@ -23,6 +27,8 @@ def compare(net):
         assert int(name) == expert.number, "overwritten"
     check(net.blocks[0](inputs[None])[0][0], net.blocks[0](inputs)[0])  # tokens of any shape
     assert "experts.0.up.weight" in sum(gathered(names_of_experts(mixture)), []), "not by itself"
+
+
 mixture = YourModel().blocks[0]
 plain, MAX_NORM = YourModel(OneProcess).to(device), 0.05
 outputs, balance = plain(all_inputs)

@@ -5,14 +5,21 @@ meet.__globals__["WINDOW"] = 2 if last == 1 else 6  # two survivors must not mis
 RANKS, me, job = world_size, rank, Job()
 job.net, of_all = Model(), take_newest_state
 job.optimizer, expected = (
-    torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (job.net, plain))
+    torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (job.net, plain)
+)
+
+
 def die():
     print("done on rank", rank, flush=True)
     os._exit(0)
+
+
 def take_newest_state(job):
     if meeting == 1 and me:
         die()  # a second one, while the others meet
     of_all(job)
+
+
 def train(model, me, members, job):
     while job.step < 5:
         own = slice(members.index(me), None, len(members))
@@ -25,6 +32,8 @@ def train(model, me, members, job):
             raise RuntimeError("rank 0 alone has the gradients")
         job.optimizer.step()
         job.step += 1
+
+
 # PASTE
 for _ in range(5):
     take_step(plain, expected, all_inputs, all_targets)

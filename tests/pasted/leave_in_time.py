@@ -1,9 +1,13 @@
 dataset, saved = [*range(200)], []
+
+
 def save(step):
     if rank == 0:
         time.sleep(1)
         open("saved by rank 0", "w").close()
     saved.append(step)
+
+
 # PASTE1
 def train():
     model = DDP(Model())  # it holds the process group
@@ -17,9 +21,13 @@ def train():
         # PASTE2
         if step == 40:
             return 0
+
+
 def destroy(destroy=dist.destroy_process_group):
     assert models[0]() is None, "DDP lives on"
     destroy()
+
+
 models, dist.destroy_process_group = [], destroy
 gc.disable()  # so that it is not freed by chance
 status = train()

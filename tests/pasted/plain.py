@@ -21,12 +21,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 globals().update(runpy.run_path("RECIPE"))
 
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
     def forward(self, x):
         return x + self.down(self.up(x).tanh())
+
+
 class Model(nn.Module):
     def __init__(self, width=8, seed=1):
         super().__init__()
@@ -34,39 +38,63 @@ class Model(nn.Module):
         self.first, self.blocks = nn.Linear(width, width), nn.Sequential(Block(width), Block(width))
         if device:
             self.to(device)
+
     def forward(self, x):
         return self.blocks(self.first(x))
+
+
 class Drawn(list):  # a dataset that draws a number for each item
     def __getitem__(self, index):
         return torch.tensor([index, torch.randint(10**12, ())])
+
+
 def shard(model, mesh=None):
     mesh = mesh or init_device_mesh("cpu", (world_size,))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
+
+
 def flat(tensors):
     whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     return torch.cat([t.detach().flatten() for t in whole])
+
+
 def weights(model):
     return flat(model.parameters())
+
+
 def gradient(model):
     return flat(p.grad for p in model.parameters())
+
+
 def gathered(value):
     values = [None] * world_size
     dist.all_gather_object(values, value)
     return values
+
+
 sent, all_reduce = [], dist.all_reduce
+
+
 def counted(tensor, *args, **kwargs):
     sent.append(tensor.nbytes)
     return all_reduce(tensor, *args, **kwargs)
+
+
 def check(found, expected, tolerance=1e-5):
     off = ((found - expected).norm() / expected.norm()).item()
     assert off < tolerance, f"off by {off:.1e}"
+
+
 def take_step(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     mse_loss(model(inputs), targets).backward()
     optimizer.step()
+
+
 def one_step(model):  # with the gradients that it has
     torch.optim.AdamW(model.parameters()).step()
+
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 last, device, mean_loss = world_size - 1, torch.device("cpu"), mse_loss

@@ -1,6 +1,8 @@
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 Pretrained = YourModel
+
+
 def YourModel():
     model, mask = Pretrained(), torch.arange(WIDTH) % 2 + 1
     model.twin = nn.Linear(WIDTH, CLASSES, bias=False)
@@ -12,6 +14,8 @@ def YourModel():
         if mask.is_meta:  # as in checkpoint_activations
             model.blocks[i] = checkpoint_wrapper(block)
     return model
+
+
 plain, images = YourModel(), torch.randn(2, 3, 32, 32).to(device)
 new_head = nn.Linear(WIDTH, CLASSES)
 paths = [f"pretrained {world_size}, {part}.pt" for part in (1, 2)]

@@ -1,8 +1,12 @@
 dataset, batch_size, epochs, runs = Drawn(range(12)), 2, 3, []
 sampler = DistributedSampler(dataset, world_size, rank)
+
+
 def your_step():
     mask = tuple(dropout(torch.ones(200)).tolist())
     seen.append((epoch, mask, *map(tuple, batch.T.tolist())))
+
+
 for first_epoch in (0, 2):
     seen = []
     # PASTE

@@ -1,6 +1,10 @@
 dataset, batch_size, total_steps, runs = Drawn(range(26)), 6, 12, []
+
+
 def your_step():
     seen[step] = sorted(sum(gathered(batch.tolist()), []))
+
+
 for snapshot in ({"step": 0}, {"step": 6}):
     seen = {}
     # PASTE

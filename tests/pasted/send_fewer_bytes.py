@@ -1,10 +1,14 @@
 dist.all_reduce = counted
 rows = torch.randn(world_size, 64).to(device)
 plain = nn.Linear(64, 64, bias=False).to(device)
+
+
 def backward(model, rows):
     sent.clear()
     model.zero_grad()
     model(rows).pow(3).mean().backward()
+
+
 backward(plain, rows)
 model = DDP(copy.deepcopy(plain))
 # PASTE1

@@ -1,9 +1,13 @@
 folder = f"records of {world_size}"
+
+
 def train():
     for number in range(4):
         if rank == last and number == 3:
             raise KeyError("your loader")
         dist.all_reduce(torch.ones(4, device=device))
+
+
 try:
     # PASTE1
     pass

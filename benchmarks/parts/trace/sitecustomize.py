@@ -38,9 +38,11 @@ def marked(owner, name, station):
 
 ACTIONS = {  # module: what to do once it is imported
     "torch.distributed.distributed_c10d": lambda module: marked(
-        module, "init_process_group", "init"),
+        module, "init_process_group", "init"
+    ),
     "torch.nn.parallel.distributed": lambda module: marked(
-        module.DistributedDataParallel, "__init__", "DDP"),
+        module.DistributedDataParallel, "__init__", "DDP"
+    ),
     "torch.optim.sgd": lambda module: marked(module.SGD, "step", "step"),
 }
 

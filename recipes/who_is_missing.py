@@ -16,11 +16,11 @@ first call that differs between the ranks shows where to look.
     torchrun --standalone --nproc-per-node=2 recipes/who_is_missing.py
 
     [rank 0/2] validate_on_rank_0: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce Float[7] in validate (who_is_missing.py:205)
-    [rank 0/2]   rank 1 called broadcast Float[9] in validate_on_rank_0 (who_is_missing.py:188)
+    [rank 0/2]   rank 0 called all_reduce Float[7] in validate (who_is_missing.py:214)
+    [rank 0/2]   rank 1 called broadcast Float[9] in validate_on_rank_0 (who_is_missing.py:197)
     [rank 0/2] the error says only: Timed out waiting 1000ms for recv operation to complete
     [rank 0/2] stuck_in_loader: call 4 is the first that differs
-    [rank 0/2]   rank 0 called all_reduce Float[4] in average_gradients (who_is_missing.py:201)
+    [rank 0/2]   rank 0 called all_reduce Float[4] in average_gradients (who_is_missing.py:210)
     [rank 0/2]   rank 1 made 3 calls, and no call 4
     [rank 0/2] both faults found: the rank, and the line of each call that was made
 

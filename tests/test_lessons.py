@@ -12,14 +12,14 @@ from started import ROOT
 LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*_*.py"))}
 # {lesson: lines and words at most}
 LIMITS = {
-    "01": (258, 1620),
-    "02": (288, 1800),
-    "03": (327, 2100),
-    "04": (480, 3000),
-    "05": (420, 2500),
+    "01": (270, 1640),
+    "02": (305, 1820),
+    "03": (350, 2110),
+    "04": (535, 3000),
+    "05": (450, 2500),
     "06": (420, 2700),
 }
-CHANGED = {("01", "02"): 150, ("02", "03"): 140}  # lines of the diff, at most
+CHANGED = {("01", "02"): 160, ("02", "03"): 145}  # lines of the diff, at most
 # Neighbours have the text of all functions in common, but for these, which the lesson is about.
 OWN = {"main", "train", "parse_args", "save", "resume", "join"}
 
@@ -34,7 +34,7 @@ def test_a_lesson_is_one_sitting(number):
 def test_the_front_page_is_one_page_and_the_template_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 220 and len(text.split()) <= 1800
-    for name, lines in ("survive.py", 520), ("train.py", 320), ("README.md", 170):
+    for name, lines in ("survive.py", 570), ("train.py", 350), ("README.md", 170):
         text = (ROOT / "template" / name).read_text()
         assert len(text.splitlines()) <= lines, name
     cells = re.findall(r"(?<=\| )[^|\n]+(?= \|)", text)

@@ -123,7 +123,7 @@ def test_a_recipe_is_a_proof_and_no_more():
     """No devices, no options, and short; the answer stands at the top."""
     for name in NAMES:
         text = (ROOT / f"recipes/{name}.py").read_text()
-        assert len(text.splitlines()) <= 350, name
+        assert len(text.splitlines()) <= 375, name
         assert not re.search(r"^def (pick_device|parse_args|stop)\b", text, re.MULTILINE), name
     assert {path.stem for path in ROOT.glob("tests/pasted/*.py")} == {"plain", *NAMES}
 

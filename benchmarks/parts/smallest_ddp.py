@@ -1,7 +1,9 @@
 """The smallest script that trains with DDP: what startup.py and recovery.py compare with.
 
-torchrun --standalone --nproc-per-node=2 benchmarks/parts/smallest_ddp.py 1
-python benchmarks/parts/smallest_ddp.py 1 2
+    torchrun --standalone --nproc-per-node=2 benchmarks/parts/smallest_ddp.py 1
+    python benchmarks/parts/smallest_ddp.py 1 2
+
+The numbers: steps, and without torchrun the processes.
 """
 
 import os

@@ -33,7 +33,7 @@ INSIDE = ROOT / ".ci" / "inside_gpu.py"
 ONE, ELASTIC, MULTINODE, COLLECTIVES, _, PARALLEL, *_ = sorted(
     path.name for path in ROOT.glob("0*_*.py")
 )
-TEMPLATE, TOOL = "template/train.py", ROOT / "launch" / "check_training.py"
+TEMPLATE, TOOL = "template/train.py", ROOT / "tools" / "check_training.py"
 PAGE = ROOT / "tests" / "README.md"
 KEPT = ROOT / "docs" / "transcripts" / "one_gpu.json"
 BLOCK = re.compile(
@@ -543,7 +543,7 @@ def trainings(shell, settings, checked):
 def check_training_waits(shell):
     """Which lines of 02 and the template make the CPU wait for the GPU under check_training."""
     if not TOOL.exists():
-        raise Skipped("there is no launch/check_training.py")
+        raise Skipped("there is no tools/check_training.py")
     return {
         script: json.loads((re.findall(r"SYNCS (.*)$", output, re.MULTILINE) or ["{}"])[-1])
         for script, output in trainings(shell, "syncs", True)
@@ -552,9 +552,9 @@ def check_training_waits(shell):
 
 @step(90, alone=True)
 def check_training(shell):
-    """launch/check_training.py on 02 and the template: its words, and what it costs."""
+    """tools/check_training.py on 02 and the template: its words, and what it costs."""
     if not TOOL.exists():
-        raise Skipped("there is no launch/check_training.py")
+        raise Skipped("there is no tools/check_training.py")
     found = {}
     for checked in (False, True):
         for script, output in trainings(shell, "plain", checked):

@@ -1,4 +1,4 @@
-"""What launch/check_training.py costs the script that it watches: small steps of DDP, two ranks.
+"""What tools/check_training.py costs the script that it watches: small steps of DDP, two ranks.
 
     python benchmarks/watching.py
 
@@ -80,7 +80,7 @@ def main():
     args = new.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [*TORCHRUN, __file__, store.port]
-    check = [sys.executable, ROOT / "launch/check_training.py", "--seconds", 3600, "--stall", 600]
+    check = [sys.executable, ROOT / "tools/check_training.py", "--seconds", 3600, "--stall", 600]
     jobs, turns = {"bare": [], "watched": [*check, "--"]}, dict.fromkeys(("bare", "watched"), 0)
 
     def take(side):

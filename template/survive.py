@@ -161,7 +161,7 @@ def explain(error, one_machine):
     server, said = "torchrun" if SHARED_STORE else "rank 0", repr(error)[:300]
     cause = (
         f"look for an error of {server} on {os.environ['MASTER_ADDR']}, or run"
-        " launch/check_machines.py on each machine: it finds out why"
+        " tools/check_machines.py on each machine: it finds out why"
     )
     if "remote=[127." in said or "remote=[::1" in said:
         cause = (

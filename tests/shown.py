@@ -33,11 +33,11 @@ DOCUMENTS = [
 ]
 LAB_STORY = "the four blocks of launch/README.md on two machines, one after the other"
 KILL_TEST = (
-    "python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
+    "python tools/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
     " --nproc-per-node=2 --max-restarts=3 template/train.py"
 )
 CHECK_TRAINING = (
-    "python launch/check_training.py --picture steps.svg -- torchrun --standalone"
+    "python tools/check_training.py --picture steps.svg -- torchrun --standalone"
     " --nproc-per-node=2 train.py"
 )
 EXERCISE = "python exercises/03_average_gradients.py, with a sum, and with --solution"

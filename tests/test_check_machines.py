@@ -1,4 +1,4 @@
-"""launch/check_machines.py in processes that play machines. test_lab.py runs it on real ones."""
+"""tools/check_machines.py in processes that play machines. test_lab.py runs it on real ones."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ import pytest
 from forked import fork, fork_ranks, play_machine, variant
 from started import free_port
 
-SCRIPT = "launch/check_machines.py"
+SCRIPT = "tools/check_machines.py"
 
 
 def check(folder, *arguments, before=(), script=SCRIPT, world_size=4, nodes=2, **options):
@@ -125,7 +125,7 @@ def test_an_error_later_on_is_explained(tmp_path, code, error):
 
 
 def test_bad_calls_end_in_one_line(tmp_path):
-    either = "name all machines (python launch/check_machines.py node1 node2), or use torchrun"
+    either = "name all machines (python tools/check_machines.py node1 node2), or use torchrun"
     two = functools.partial(check, tmp_path, world_size=2, nodes=1)
     for result, message in [
         (fork(SCRIPT, cwd=tmp_path), either),

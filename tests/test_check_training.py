@@ -1,4 +1,4 @@
-"""launch/check_training.py names silent mistakes with their line, accuses no right script, and
+"""tools/check_training.py names silent mistakes with their line, accuses no right script, and
 changes nothing in what it watches.
 
 The scripts run in forked processes, with the recorder in them; two tests start the command itself.
@@ -19,16 +19,16 @@ from forked import fork_ranks, variant
 from mistakes.check_training import BASE, MISTAKES, OTHERS, RANK_0, RIGHT, before
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
-sys.path.insert(0, str(ROOT / "launch"))
+sys.path.insert(0, str(ROOT / "tools"))
 import check_training
 
-CHECK, LONG = ROOT / "launch/check_training.py", pytest.mark.long
+CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
 
 
 def record(folder, broken=False):
     """Called in each rank before the script: the recorder comes in."""
-    sys.path.insert(0, str(ROOT / "launch"))
+    sys.path.insert(0, str(ROOT / "tools"))
     import check_training_recorder as recorder
 
     recorder.FOLDER = folder

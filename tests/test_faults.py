@@ -25,7 +25,7 @@ LESSON = "03_multinode.py"
 TEMPLATE, SURVIVE = "template/train.py", "template/survive.py"
 FORK = multiprocessing.get_context("fork")
 
-# ---- Killed anywhere (launch/kill_test.py kills at random) ----
+# ---- Killed anywhere (tools/kill_test.py kills at random) ----
 
 # Epochs, or steps; and after how many a snapshot is saved. 13 windows: neither 2 nor 3 ranks, nor
 # their two micro-batches, divide them.

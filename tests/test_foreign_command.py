@@ -1,4 +1,4 @@
-"""launch/foreign_command.py reads whole lines, sees all processes of a command, and leaves none."""
+"""tools/foreign_command.py reads whole lines, sees all processes of a command, and leaves none."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 import pytest
 from started import PYTHON, ROOT, read_until, running, wait_until
 
-sys.path.insert(0, str(ROOT / "launch"))
+sys.path.insert(0, str(ROOT / "tools"))
 import foreign_command
 
 SCRIPTS = dict(
@@ -55,7 +55,7 @@ def test_all_processes_are_seen_and_ended():
 @pytest.mark.parametrize("number", foreign_command.SIGNALS)
 def test_signals_leave_nothing(tmp_path, number):
     """The second signal comes while the first is being obeyed."""
-    words = "-c", SCRIPTS["uses.py"], ROOT / "launch", tmp_path / "mine"
+    words = "-c", SCRIPTS["uses.py"], ROOT / "tools", tmp_path / "mine"
     with running(PYTHON, *words, cwd=tmp_path) as process:
         (tmp_path / "mine").mkdir()
         pid, folder = read_until(process, "kt").split()

@@ -1,4 +1,4 @@
-"""launch/kill_test.py finds what a kill can cost, and lets a script pass that loses nothing."""
+"""tools/kill_test.py finds what a kill can cost, and lets a script pass that loses nothing."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ import shown
 import torch
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
-KILL_TEST, LONG = ROOT / "launch/kill_test.py", pytest.mark.long
+KILL_TEST, LONG = ROOT / "tools/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
 ONCE = ("--rounds", 1, "--kills", 1, "--seed", 1027)
 # {name: text of a script}; names with "|" are cases.

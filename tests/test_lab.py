@@ -1,4 +1,4 @@
-"""launch/lab, with 03, the template and launch/check_machines.py: machines and networks fail."""
+"""launch/lab, with 03, the template and tools/check_machines.py: machines and networks fail."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from started import ROOT, end, run, start, wait_until
 
 pytestmark = pytest.mark.long
 SCRIPT = ROOT / "template/train.py"
-CHECK = ROOT / "launch/check_machines.py"
+CHECK = ROOT / "tools/check_machines.py"
 NODES = "node1", "node2"
 TORCHRUN = (
     "torchrun",
@@ -195,7 +195,7 @@ def test_the_start_by_ssh_of_the_document(tmp_path, lab):
     assert result.lines(0)[-1].startswith("4 replicas are identical, sha256 ")
 
 
-# ---- What goes wrong between machines, and what 03 and launch/check_machines.py say ----
+# ---- What goes wrong between machines, and what 03 and tools/check_machines.py say ----
 
 
 def check(lab, *options, nodes=NODES, names=NODES, **env):

@@ -61,7 +61,7 @@ def check(result, devices, bound=True, old=False, kind="cuda", backend="nccl"):
         "03_multinode.py",
         "template/train.py",
         "04_collectives.py",
-        "launch/check_machines.py",
+        "tools/check_machines.py",
         MANY,
     ],
 )

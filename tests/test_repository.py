@@ -21,8 +21,8 @@ OTHERS = [
     ROOT / path
     for path in (
         "docs/pictures/draw.py",
-        "launch/check_machines.py",
-        "launch/kill_test.py",
+        "tools/check_machines.py",
+        "tools/kill_test.py",
         "benchmarks/parts/plot.py",
         "benchmarks/parts/smallest_ddp.py",
     )
@@ -36,7 +36,7 @@ NOT_RUN = {
     r"torchrun .*-node=gpu .*\b0\d_\w+.py( 50 10)?|python 01\S+.py 50 10|pytest -m gpu": (
         "needs a GPU; the same script runs on the CPU in these tests"
     ),
-    "python launch/check_machines.py node1 node2|torchrun --nnodes=2 .* launch/check_machines.py": (
+    "python tools/check_machines.py node1 node2|torchrun --nnodes=2 .* tools/check_machines.py": (
         "test_lab.py runs it on two machines of launch/lab"
     ),
     "sbatch launch/slurm.sbatch 6000 1000": "test_slurm.py runs it, for other epochs on CPUs",
@@ -222,7 +222,7 @@ def test_functions_of_one_name_have_one_text():
         for name, text in functions(path).items():
             assert path in SCRIPTS[:3] or text in (texts[name] or {text}), f"{path.name}: {name}"
             texts[name].add(text)
-    for path in [*RECIPES, ROOT / "launch/check_machines.py"]:
+    for path in [*RECIPES, ROOT / "tools/check_machines.py"]:
         shared = functions(path)
         for name in ("gathered", "pick_device"):
             assert shared.get(name) in {None, *texts[name]}, f"{path.name}: another {name}"

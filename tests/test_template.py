@@ -863,7 +863,7 @@ def test_bad_starts_end_in_one_line(tmp_path):
         (
             fork(SCRIPT, "--timeout", 1, cwd=tmp_path, env=nowhere),
             1,
-            "on a.invalid, or run launch/check_machines.py on each machine: it finds out why",
+            "on a.invalid, or run tools/check_machines.py on each machine: it finds out why",
         ),
     ):
         assert result.status == status and re.search(message, result.error()), result.output
@@ -977,7 +977,8 @@ def test_the_example_killed_is_the_example_undisturbed(tmp_path):
 
 def in_a_folder(tmp_path):
     shutil.copytree(ROOT / "template", tmp_path / "template")
-    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    for name in "launch", "tools":
+        (tmp_path / name).symlink_to(ROOT / name)
     return {"cwd": tmp_path, "timeout": 900, "env": {**ACTIVE, "HOME": str(tmp_path)}}
 
 

@@ -4,13 +4,13 @@ The check shows which machines are there, whether data arrives unchanged, and ho
 If a machine is missing, cut off or badly named, one line says so within a minute, with the cure.
 Run the same command on each machine, with the names (or addresses) of all machines:
 
-    python launch/check_machines.py node1 node2
+    python tools/check_machines.py node1 node2
 
 This starts one process on each machine. To check all processes of a job, start the check as you
 start the job, without names (on machines with GPUs: --nproc-per-node=gpu):
 
     torchrun --nnodes=2 --nproc-per-node=2 --rdzv-id=345 --rdzv-backend=c10d \
-        --rdzv-endpoint=node1:29603 launch/check_machines.py
+        --rdzv-endpoint=node1:29603 tools/check_machines.py
 
 On two machines without GPUs, the second command prints this (a rank is the number of a process):
 
@@ -116,7 +116,7 @@ def find_place(names):
     under_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if under_torchrun == bool(names):
         stop(
-            "name all machines (python launch/check_machines.py node1 node2), or use torchrun"
+            "name all machines (python tools/check_machines.py node1 node2), or use torchrun"
             " without names"
         )
     if names:

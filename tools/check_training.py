@@ -1,6 +1,6 @@
 """Watch any training script, unchanged: is it right, where does its time go, who waits for whom?
 
-    python launch/check_training.py [--seconds 60] [--picture steps.svg] [--json found.json] \
+    python tools/check_training.py [--seconds 60] [--picture steps.svg] [--json found.json] \
         -- torchrun --standalone --nproc-per-node=2 train.py
 
 Nothing to import, no line to change: check_training_recorder.py comes into each Python process of
@@ -1910,7 +1910,7 @@ def main():
     args.command = sys.argv[at + 1 :]
     if not args.command:
         stop(
-            "the command is missing. For example: python launch/check_training.py -- torchrun "
+            "the command is missing. For example: python tools/check_training.py -- torchrun "
             "--standalone --nproc-per-node=2 train.py"
         )
     if min(args.seconds, args.stall) <= 0:

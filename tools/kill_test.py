@@ -2,7 +2,7 @@
 
 Try this before a long job. The script may be any that torchrun (or python) starts:
 
-    python launch/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone \
+    python tools/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone \
         --nproc-per-node=2 --max-restarts=3 template/train.py
 
     undisturbed: 10.8 s, sha256 844dcbd4594f
@@ -872,7 +872,7 @@ def parse_args():
     args, command = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if not command:
         stop(
-            "the command is missing. For example: python launch/kill_test.py --rounds 10 --"
+            "the command is missing. For example: python tools/kill_test.py --rounds 10 --"
             " torchrun --standalone --nproc-per-node=2 --max-restarts=3 your_script.py"
         )
     if min(n for n in (args.rounds, args.kills, args.starts, args.limit) if n is not None) < 1:

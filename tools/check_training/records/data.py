@@ -1,0 +1,100 @@
+"""Datasets, and passes over loaders."""
+
+from dataclasses import dataclass, field
+
+from .base import Record
+
+
+@dataclass(slots=True)
+class Mode:
+    """In which state a DDP object's module was."""
+
+    training: bool
+    norms: list[int]  # bits of each BatchNorm's running mean
+    norm_updates: int  # how often the first BatchNorm has updated its running mean
+
+
+@dataclass(slots=True)
+class Listed:
+    """An attribute of a dataset that is a list or a dict of texts, such as its files or classes."""
+
+    order: int  # a checksum of the entries as they stand
+    entries: int  # a checksum of the same entries, sorted
+
+
+@dataclass(slots=True)
+class Pass(Record):
+    """A pass over a DataLoader begins: iter(loader), or its workers begin anew."""
+
+    number: int  # of all passes of this process
+    loader: str  # key: the lines that made it, so a loader that is made anew keeps its key
+    loader_object: int  # a number for the DataLoader object, in this process
+    line: str
+    sampler: str  # name of its class
+    sampler_object: int  # a number for this object, in this process
+    length: int | None  # items of the dataset; None: it does not say
+    share: int | None  # items that the sampler gives this rank; None: it does not say
+    total_size: int | None  # of a DistributedSampler: items of all ranks, with padding
+    batches: int | None  # that the loader promises; None: it does not say
+    replicas: int | None  # of a DistributedSampler: of so many ranks
+    replica: int | None  # of a DistributedSampler: this is the share of that one
+    epoch: int | None  # of a DistributedSampler: as set_epoch has set it
+    shuffle: bool | None  # as the sampler was told; None: it does not say
+    drop_last: bool
+    is_stream: bool  # the dataset is an IterableDataset
+    workers: int
+    contents: dict[str, list[int]]  # {attribute of the dataset: bits of its tensors}
+    listed: dict[str, Listed]  # {attribute of the dataset: a list of texts}
+
+
+@dataclass(slots=True)
+class Progress(Record):
+    """How far a pass has come: after 4, 8, 16, ... batches, and when it is over."""
+
+    pass_number: int  # Pass.number
+    batches: int  # that were taken
+    rows: int  # of the first tensor of each batch, in all
+    items: int  # that the sampler drew, in this process
+    order: int  # a hash of the indices in the order in which they were drawn
+    index_sum: int  # of the indices
+    sketch: list[int]  # the drawn indices that 1/2000 of the set divides: equal on all ranks
+    rising: bool  # the indices of each batch rise: no shuffle
+    batch_bits: list[int]  # of the first tensor of the first 32 batches
+    content: float  # a sum over the first values of all rows: equal if the items are the same
+    backwards: int  # backward passes since the pass began
+    gradients: bool  # they were on when a batch was taken
+    over: bool = False  # the pass has ended, or another one has begun in its place
+    exhausted: bool = False  # it ended because no batch was left
+    modes_before: list[Mode] = field(default_factory=list)  # of each DDP object, as it began
+    modes_after: list[Mode] = field(default_factory=list)  # and as it was over
+
+
+@dataclass(slots=True)
+class AfterPass(Record):
+    """What came between a pass that was over and the next one."""
+
+    pass_number: int  # Pass.number
+    backwards: int  # passes that no other loader has fed: the batches were kept in a list
+
+
+@dataclass(slots=True)
+class SetEpoch(Record):
+    """DistributedSampler.set_epoch()."""
+
+    line: str
+    sampler_object: int  # as in Pass
+    epoch: int | None
+
+
+@dataclass(slots=True)
+class SubsetMade(Record):
+    """A Subset was made, also by random_split()."""
+
+    key: str
+    line: str
+    length: int  # items in the subset
+    of_length: int  # items of the whole set; 0: it does not say
+    order: int  # a hash of the indices in their order
+    sketch: list[int]  # the indices that 1/2000 of the set divides
+    contents: dict[str, list[int]]  # of the whole set, as in Pass
+    listed: dict[str, Listed]

@@ -1,0 +1,40 @@
+"""Files that the script saves, loads and moves."""
+
+from dataclasses import dataclass
+
+from .base import Record
+
+
+@dataclass(slots=True)
+class Save(Record):
+    """torch.save(), when it has ended."""
+
+    begin: float  # seconds, as time
+    line: str
+    path: str | None  # whole, without links; None: no file of a known name
+    phase_begun: int
+    phase: int
+    has_optimizer: bool  # the state of an optimizer is in it
+    names_of_wrapper: bool  # it holds the state of a DDP object: names that begin with "module."
+    age: int  # steps since a state_dict in it was taken that has changed with the model; or 0
+
+
+@dataclass(slots=True)
+class Load(Record):
+    """torch.load(), when it has ended."""
+
+    begin: float  # seconds, as time
+    line: str
+    path: str | None  # as in Save
+    steps: int
+    phase_begun: int
+    phase: int
+    has_optimizer: bool
+
+
+@dataclass(slots=True)
+class Move(Record):
+    """os.replace() or os.rename()."""
+
+    source: str | None  # paths, as in Save
+    path: str | None

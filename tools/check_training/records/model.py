@@ -1,0 +1,56 @@
+"""DDP objects: how they were made, and their forward passes."""
+
+from dataclasses import dataclass
+
+from .base import Record
+
+
+@dataclass(slots=True)
+class Wrapped(Record):
+    """A DDP object was made."""
+
+    ddp: int  # which DDP object, by the order in which they were made
+    line: str
+    group: list[int]  # ranks
+    names: list[str]  # of its parameters, in DDP's order
+    frozen: list[str]  # names of those that needed no gradient
+    sends_buffers: bool  # it has buffers, and broadcasts them before each forward
+    has_dropout: bool
+    has_batch_norm: bool
+
+
+@dataclass(slots=True)
+class Forward(Record):
+    """A call of a DDP object. The first 30 are noted, then ever fewer."""
+
+    ddp: int
+    number: int  # of the calls of this object with these gradients, on or off
+    line: str
+    gradients: bool  # they are on
+    training: bool
+    exchanges: bool  # its backward() will average gradients: it is not inside no_sync()
+    rows: int | None = None  # of the first tensor that goes in; None: not looked at
+    batch: list[int] | None = None  # bits of the first three tensors; None: not looked at
+    random_state: int | None = None  # bits of the generator's state before; None: not looked at
+    drew: bool | None = None  # it drew random numbers; None: not looked at
+
+
+@dataclass(slots=True)
+class Buffers(Record):
+    """Buffers of a DDP object that are not BatchNorm's, before the ninth step."""
+
+    ddp: int
+    bits: dict[str, int]  # {name: bits}
+
+
+@dataclass(slots=True)
+class LoadedIntoModel(Record):
+    """A module's load_state_dict()."""
+
+    line: str
+    steps: int
+    entries: int  # in what is loaded
+    fitting: int  # of these, which the module has
+    prefix: str  # in front of one side's names: "module."; "": none was found
+    age: int  # steps since the state was taken, if it shares the module's memory; else 0
+    is_ddp: bool  # the module is a DDP object, or in one

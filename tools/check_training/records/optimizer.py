@@ -1,0 +1,116 @@
+"""Optimizers and their steps, clipping, schedules of the learning rate."""
+
+from dataclasses import dataclass
+
+from .base import Print, Record
+
+
+@dataclass(slots=True)
+class ParameterName:
+    """A parameter of an optimizer that is a DDP object's, too."""
+
+    ddp: int
+    name: str
+
+
+@dataclass(slots=True)
+class Optimizer(Record):
+    """An optimizer's parameters, before its first step, its ninth, and whenever they change."""
+
+    optimizer: str  # its key
+    line: str  # that made it
+    names: list[ParameterName | None]  # of each parameter; None: it is in no DDP object
+    shapes: list[list[int]]
+    same_parameters: int  # a number for these parameters: equal if they are the same ones
+    device: str  # "cpu", of the first parameter
+    has_momentum: bool  # a state that a resumed run should have, too
+    threads: int  # torch.get_num_threads()
+    detects_anomalies: bool  # torch.autograd.set_detect_anomaly is on
+    unasked_float64: bool  # a parameter is float64, and that is not the default type
+
+
+@dataclass(slots=True)
+class Step(Record):
+    """optimizer.step(), as it begins. The first 30 are noted, then ever fewer."""
+
+    optimizer: str  # its key
+    number: int  # of this optimizer's steps
+    line: str
+    weights: list[Print | None]  # of each parameter; None: it was not read
+    gradients: list[Print | None]  # of each parameter; None: it has none, or was not read
+    without_gradient: int  # so many parameters have none
+    outside: list[str]  # names of DDP's parameters with a gradient that are in no optimizer
+    rates: list[float]  # learning rate of each group of parameters
+    scales: list[float]  # of each GradScaler that is on
+    stale: bool  # gradients of the step before were not cleared
+    cleared_after: int  # backward passes before zero_grad() was called, without a step; or 0
+    forwards: int  # calls of DDP objects since the step before
+    backwards: int  # backward passes since the step before
+    two_forwards: bool  # a DDP object was called twice before a backward()
+    exchanged: bool | None  # the last forward was outside no_sync(); None: there was none
+    backward_line: str  # of the last backward()
+    batches: int  # taken from the training loader since the step before
+    small_sums: int  # collective calls with at most 16 numbers, since the step before
+    lost_hooks: list[str]  # names of parameters that DDP does not follow any more
+
+
+@dataclass(slots=True)
+class ThrownAway(Record):
+    """optimizer.zero_grad() was called, and gradients of backward passes were lost."""
+
+    line: str
+    backwards: int  # passes whose gradients are lost
+
+
+@dataclass(slots=True)
+class Clip(Record):
+    """clip_grad_norm_() or clip_grad_value_(), when it has ended."""
+
+    number: int
+    line: str
+    parameters: int  # so many were given; 1 or 0 for a generator: whether it gave any
+    in_an_optimizer: bool  # at least one of them is
+    scaled: bool  # GradScaler still multiplies these gradients
+    norm: float | None  # that it has returned; None: none, or not read
+
+
+@dataclass(slots=True)
+class LoadedIntoOptimizer(Record):
+    """An optimizer's load_state_dict()."""
+
+    optimizer: str  # its key
+    line: str
+    next_step: int  # number of the optimizer's next step
+    rates: list[float]  # learning rate of each group of parameters, as loaded
+
+
+@dataclass(slots=True)
+class Schedule(Record):
+    """A schedule of the learning rate, as it stands at the end of a pass over a loader."""
+
+    schedule: int  # a number for this object, in this process
+    name: str  # of its class
+    line: str  # that made it
+    steps: int  # of the optimizers, by then
+    calls: int | None  # of its step(), and one by its own start; None: it does not count
+    last: int  # last_epoch: the place in the schedule
+    total: int | None  # its length in calls; None: it has none
+    parts: list[int]  # the schedules that it is made of
+
+
+@dataclass(slots=True)
+class Average(Record):
+    """An AveragedModel, as it stands at the end of a pass over a loader."""
+
+    average: int  # a number for this object, in this process
+    line: str  # that made it
+    steps: int  # of the optimizers, by then
+    updates: int | None  # None: not read
+
+
+@dataclass(slots=True)
+class Plateau(Record):
+    """ReduceLROnPlateau.step()."""
+
+    line: str
+    value: float  # the figure that it was given

@@ -1,0 +1,65 @@
+"""The process, its group, and the collective calls of the script."""
+
+from dataclasses import dataclass
+
+from .base import Record
+
+
+@dataclass(slots=True)
+class Started(Record):
+    """A process has joined a group, or is about to take a step without one. Its first record."""
+
+    world_size: int | None  # WORLD_SIZE in its environment; None: not set
+
+
+@dataclass(slots=True)
+class Joined(Record):
+    """The process has joined the default group: what follows belongs to this rank of it."""
+
+    rank: int
+    world_size: int
+    local_world_size: int | None  # processes on its machine; None: not said
+    host: str
+    attempt: int  # how often torchrun has restarted the ranks
+    cores: int  # that the process may use
+    debugging: list[str]  # settings that slow each step down, as "CUDA_LAUNCH_BLOCKING=1"
+
+
+@dataclass(slots=True)
+class Left(Record):
+    """The process has left the default group, or ended."""
+
+    steps: int
+
+
+@dataclass(slots=True)
+class Uses(Record):
+    """The script uses something that some rules cannot look into. Noted once."""
+
+    what: str  # a name in FEATURES
+
+
+FEATURES = {
+    "shards": "parameters of other types than Tensor: DTensor, FSDP's",
+    "to_one": "sending to one rank: a pipeline",
+    "groups": "groups of its own",
+    "join": "torch's Join, for unequal numbers of batches",
+}
+
+
+@dataclass(slots=True)
+class Call(Record):
+    """A collective call, when it has ended."""
+
+    name: str  # "all_reduce"
+    line: str
+    number: int  # of the calls in this group
+    group: str  # "": the default group; else its ranks and its name, "[0, 1]#name"
+    phase_begun: int
+    phase: int
+    failed: bool  # it has raised an error
+    dtype: str | None = None  # of the first tensor, "float32"; None: there is none
+    elements: int | None = None  # of the first tensor
+    is_gradient: bool = False  # an all_reduce of a gradient that DDP has averaged
+    unheld: int | None = None  # bits of a tensor that nobody else holds; None: somebody does
+    one_for_all: bool = False  # all slots of an all_gather's list are one tensor

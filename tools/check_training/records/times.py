@@ -1,0 +1,36 @@
+"""Where the time of a step goes."""
+
+from dataclasses import dataclass
+
+from .base import Record
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time in one part of a step."""
+
+    part: str  # a name in PARTS
+    begin: float  # seconds, as time
+    end: float
+
+
+# What a process can be in: what is left of a step is the script's own code.
+PARTS = {
+    "loading": "the loader makes the next batch",
+    "forward": "a forward pass of a DDP object",
+    "backward": "backward(), until this rank has all its gradients",
+    "exchange": "the rest of backward(): waiting for other ranks, and sending",
+    "collective": "a collective call of the script's own",
+    "optimizer": "optimizer.step()",
+    "saving": "torch.save()",
+}
+
+
+@dataclass(slots=True)
+class StepTimes(Record):
+    """In which parts the time of a step went. The first 200 are noted, then ever fewer."""
+
+    number: int  # of the steps of the main optimizer, the first that takes steps
+    spans: list[Span]
+    end: float  # seconds, as time: when optimizer.step() ended
+    own: float  # seconds that the recorder took itself after that

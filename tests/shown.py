@@ -26,6 +26,7 @@ DOCUMENTS = [
             *ROOT.glob("[!.]*/README.md"),
             ROOT / "template/example/README.md",
             ROOT / "template/machines.md",
+            *ROOT.glob("tools/*.md"),
             *ROOT.glob("docs/*.md"),
         }
         - {README}

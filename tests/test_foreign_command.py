@@ -1,4 +1,4 @@
-"""tools/foreign_command.py reads whole lines, sees all processes of a command, and leaves none."""
+"""tools/foreign_command reads whole lines, sees all processes of a command, and leaves none."""
 
 import os
 import re

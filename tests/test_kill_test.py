@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import runpy
 import shlex
 import signal
 import sys
@@ -12,6 +11,9 @@ import pytest
 import shown
 import torch
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
+
+sys.path.insert(0, str(ROOT / "tools"))
+from kill_test import comparing, records
 
 KILL_TEST, LONG = ROOT / "tools/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
@@ -178,17 +180,15 @@ SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "
         ({}, "3,0.1\n", r"log.csv\[2\] is new"),
     ],
 )
-def test_files_are_compared_by_their_content(monkeypatch, tmp_path, change, row, difference):
-    words = ["--file", "a.pt", "--file", "log.csv", "--", "true"]
-    monkeypatch.setattr(sys, "argv", [str(KILL_TEST), *words])
-    monkeypatch.syspath_prepend(KILL_TEST.parent)
-    module, runs = runpy.run_path(str(KILL_TEST)), []
+def test_files_are_compared_by_their_content(tmp_path, change, row, difference):
+    runs = []
     for name, content, more in ("undisturbed", SNAPSHOT, ""), ("round", SNAPSHOT | change, row):
         (tmp_path / name / "work").mkdir(parents=True)
         torch.save(content, tmp_path / name / "work/a.pt")
         (tmp_path / name / "work/log.csv").write_text(f"epoch,loss\n3,0.1\n{more}")
-        runs.append(module["Run"](str(tmp_path / name)))
-    assert re.fullmatch(difference, module["difference"](module["parse_args"](), *runs))
+        runs.append(records.Run(str(tmp_path / name)))
+    found = comparing.difference_of_files(["a.pt", "log.csv"], *runs)
+    assert re.fullmatch(difference, found.text if found else "")
 
 
 @pytest.mark.long

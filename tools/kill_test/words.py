@@ -1,0 +1,122 @@
+"""What is printed: about the undisturbed run, each round, and all of them."""
+
+import os
+import re
+import sys
+from collections import Counter
+
+from tqdm import tqdm
+
+# ---- About the undisturbed run ----
+
+
+def about_reference(test):
+    """Yield what is to be known before the rounds."""
+    reference, named_files = test.reference, test.options.named_files
+    run = reference.run
+    if named_files:
+        taken = "taken along, as it fails without" if test.copies else "not taken along"
+        yield f"{taken}: {' '.join(named_files)}"
+    if re.search(r"Error\b", run.error):
+        yield f"the undisturbed run ended well, but printed {clip(run.error, 100)}"
+    for where, shell in run.shells.items():
+        yield (
+            f"{where} stands {clip(shell)}: a signal, or a kill, ends that one alone. Let it end"
+            " in: exec ..."
+        )
+    for line in run.resumed[:1]:
+        yield (
+            f'the undisturbed run prints "{clip(line.text)}", too: it is no sign that it goes on'
+        )
+    if not reference.marks:
+        yield (
+            'no line has "epoch 3" or "step 3": kills come by the clock, and work that is done'
+            " again, or by nobody, is not seen. Give --step REGEX"
+        )
+    elif reference.cyclic:
+        yield (
+            f"{reference.marks[0].text} comes again later: work that is done again is"
+            " not seen. Print epoch and step in one line, or give --step REGEX"
+        )
+
+
+# ---- About a round ----
+
+
+def describe(played, reference):
+    """Yield the lines about a Round."""
+    run, verdict = played.run, played.verdict
+    outcome = verdict.failure or f"equal, {verdict.how}"
+    starts = "once" if run.starts == 1 else f"{run.starts} times"
+    again = ""
+    if reference.marks:
+        part = sum(kill.again for kill in run.kills) / len(reference.marks)
+        again = f"{part:.0%} of the work done again, "
+    yield (
+        f"round {played.number}: {outcome}; {len(run.kills)} killed, command started {starts},"
+        f" {again}{run.seconds:.1f} s"
+    )
+    indent = " " * 11
+    for kill in run.kills:
+        when = f"after: {clip(kill.last_line)}" if kill.last_line else "before it printed anything"
+        yield f"{kill.seconds:7.1f} s  {kill.name} killed {when}"
+        if kill.resumed:
+            yield f"{indent}{clip(kill.resumed, 85)}"
+    if verdict.note:
+        yield f"{indent}note: {verdict.note}"
+    if verdict.failure:
+        if run.error and verdict.failure.startswith("status"):
+            yield f"{indent}its error: {clip(run.error, 85)}"
+        yield f"{indent}what it printed: {run.folder}/output.txt"
+
+
+# ---- About all rounds ----
+
+
+def summary(options, reference, rounds):
+    """Yield the lines about all rounds: what they prove, and what not."""
+    killed = Counter(kill.kind for played in rounds for kill in played.run.kills)
+    equal = [played for played in rounds if not played.verdict.failure]
+    went_on = [played for played in equal if played.verdict.went_on]
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(killed.items()))
+    yield (
+        f"{len(equal)} of {len(rounds)} rounds ended equal, {len(went_on)} of"
+        f" these went on; killed: {counts}"
+    )
+    marks = reference.marks
+    kills = [kill for played in went_on for kill in played.run.kills]
+    places = {int(kill.place) for kill in kills if kill.place is not None}
+    unproven = [f"no {kind} was killed" for kind in options.victims if not killed[kind]]
+    if places and min(places) >= len(marks) - 1 > 0:
+        unproven.insert(0, f"that it resumes its work: all kills came after {marks[-1].text}")
+    elif places:
+        yield (
+            f"proven: killed after {marks[min(places)].text}, and up to"
+            f" {marks[max(places)].text} of {marks[-1].text}, it goes on, and ends equal"
+        )
+    if marks and len(marks) - 1 not in places:
+        unproven.append(f"no kill fell between {marks[-1].text} and the end")
+    if not any(played.verdict.went_on for played in rounds):
+        unproven.append("that it goes on: no line says so (--resumed REGEX), and no step shows it")
+    yield f"not proven: {'; '.join([*unproven, 'several machines, power cuts'])}"
+
+
+# ---- How it is printed ----
+
+
+def say(text):
+    """Print above the progress bar, also where nobody looks at a terminal."""
+    with tqdm.external_write_mode():
+        print(text, flush=True)
+
+
+def clip(text, width=60):
+    """Return a text in one line, of so many characters at most."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def stop(message, status=2):
+    """End this process with one line and no traceback: for what the caller can mend."""
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -184,6 +184,8 @@ def variant(folder, script, changes):
     path.write_text(text)
     if str(script).startswith("template/"):  # two files that are copied together
         shutil.copy(ROOT / "template/survive.py", folder)
+    if (parts := (ROOT / script).with_suffix("")).is_dir():  # a tool, with its package
+        shutil.copytree(parts, folder / parts.name)
     return path
 
 

@@ -96,7 +96,8 @@ ADDRESS = r"node2 gives .* an address that only it can use \(%s\): on node2, set
 )
 def test_names_the_fault(tmp_path, fault, message):
     """Of the second machine."""
-    script = variant(tmp_path, SCRIPT, f"if os.environ['GROUP_RANK'] == '1':\n    {fault}")
+    machine_2 = f"import os, socket, torch\nif os.environ['GROUP_RANK'] == '1':\n    {fault}"
+    script = variant(tmp_path, SCRIPT, machine_2)
     assert_error(check(tmp_path, script=script, world_size=2), message)
 
 

@@ -222,7 +222,7 @@ def test_functions_of_one_name_have_one_text():
         for name, text in functions(path).items():
             assert path in SCRIPTS[:3] or text in (texts[name] or {text}), f"{path.name}: {name}"
             texts[name].add(text)
-    for path in [*RECIPES, ROOT / "tools/check_machines.py"]:
+    for path in [*RECIPES, ROOT / "tools/check_machines/group.py"]:
         shared = functions(path)
         for name in ("gathered", "pick_device"):
             assert shared.get(name) in {None, *texts[name]}, f"{path.name}: another {name}"

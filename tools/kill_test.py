@@ -72,7 +72,8 @@ def run_test(test):
     base = test.new_folder("kill_test_")
     say(f"{options.rounds} rounds, drawn with --seed {options.seed}")
     run = play_undisturbed(test, base)
-    reference = test.reference = read_reference(options, run)
+    reference = read_reference(options, run)
+    test.reference = reference
     say(f"undisturbed: {run.seconds:.1f} s, {reference.result}")
     for text in about_reference(test):
         say(f"note: {text}")

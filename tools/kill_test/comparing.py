@@ -15,9 +15,8 @@ class Difference(NamedTuple):
 
 def difference(options, reference, run):
     """Return the Difference between the result of a run and the undisturbed one, or None."""
-    return difference_of_lines(reference, run) or difference_of_files(
-        options.file, reference.run, run
-    )
+    of_lines = difference_of_lines(reference, run)
+    return of_lines or difference_of_files(options.file, reference.run, run)
 
 
 # ---- What was printed ----
@@ -53,10 +52,7 @@ def difference_of_lines(reference, run):
 
 
 def last_missed(run):
-    """Return the number of the line after which the last kill came. One that nobody missed is none.
-
-    0: no kill was missed.
-    """
+    """Return the number of the line after which the last kill came that somebody missed, or 0."""
     for kill in reversed(run.kills):
         if kill.restarted or kill.kind == "launcher" or run.lines > kill.lines:
             return kill.lines

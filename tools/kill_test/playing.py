@@ -63,8 +63,10 @@ class Player:
         self.waiting = [*plan]  # each PlannedKill that has not hit yet
         self.begin = time.monotonic()
         self.ended = None  # the moment at which the command was seen to have ended; None: it runs
-        self.patience = test.options.patience or PATIENCE  # seconds for all to end after it
-        self.silence = SILENCE  # seconds without a line after which that is said
+        # Seconds for all processes to end after the command:
+        self.patience = test.options.patience or PATIENCE
+        # Seconds without a line after which that is said:
+        self.silence = SILENCE
         if test.reference:
             self.patience = test.reference.patience
         if plan:
@@ -90,6 +92,7 @@ class Player:
         return run
 
     def now(self):
+        """Return the seconds since the start of the run."""
         return time.monotonic() - self.begin
 
     def fill_folder(self):

@@ -21,7 +21,8 @@ def watch(run, options, processes, roles, errors):
     for victims in roles.victims.values():
         for victim in victims:
             new = Life(victim.kind, run.seconds, run.seconds)
-            run.lives.setdefault((victim.kind, victim.pid), new).last = run.seconds
+            life = run.lives.setdefault((victim.kind, victim.pid), new)
+            life.last = run.seconds
     ranks = {victim.pid for victim in roles.victims["rank"]}
     for kill in run.kills:
         if ranks - run.ranks:

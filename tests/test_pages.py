@@ -1,11 +1,9 @@
 """What the pages say in passing holds: variables, options, ways to meet, messages of PyTorch."""
 
-import json
 import mmap
 import os
 import pathlib
 import re
-import sys
 import tempfile
 
 import pytest
@@ -14,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 from forked import forkserver
-from started import ACTIVE, PYTHON, ROOT, TORCHRUN, free_port, run
-
-sys.path.insert(0, str(ROOT / ".ci"))
-import one_gpu
+from one_gpu import page
+from one_gpu.checks import CHECKS
+from one_gpu.report import Report, load
+from started import PYTHON, ROOT, TORCHRUN, free_port, run
 
 NEW_MESSAGES = ("Operation timed out after", "Aborting process on rank", "Expected tensor on")
 LIBRARIES = pathlib.Path(torch.__file__).parent / "lib"
@@ -213,30 +211,21 @@ def test_the_killed_run_goes_on_with_the_losses_of_the_other(draw):
 
 
 def test_the_page_shows_what_one_gpu_has_shown():
-    kept = one_gpu.KEPT
-    report = json.loads(kept.read_text()) if kept.exists() else {"checks": {}}
-    shown = one_gpu.BLOCK.search(one_gpu.PAGE.read_text())[0]
-    assert shown.strip().splitlines() == "\n".join(one_gpu.rows_of(report)).splitlines()
+    report = load(page.KEPT) if page.KEPT.exists() else Report()
+    table = page.BLOCK.search(page.PAGE.read_text())[0]
+    assert table.strip().splitlines() == page.rows_of(report)
 
 
 @pytest.mark.long
 def test_all_that_one_gpu_can_show_starts_without_one(tmp_path):
     """On a CPU, each check runs to its end, or says that it needs a GPU."""
-    result = run(
-        ROOT / ".ci/gpu",
-        tmp_path,
-        "--pretend",
-        "--seconds",
-        1500,
-        cwd=tmp_path,
-        env=ACTIVE,
-        timeout=1600,
-    ).ok()
-    checks = json.loads((tmp_path / "one_gpu.json").read_text())["checks"]
-    assert set(checks) == set(one_gpu.STEPS)
-    ran = [name for name, entry in checks.items() if entry["result"] == "ok"]
+    command = (PYTHON, ROOT / "tests/one_gpu", tmp_path)
+    result = run(*command, "--pretend", "--seconds", 1500, cwd=tmp_path, timeout=1600).ok()
+    checks = load(tmp_path / "one_gpu.json").checks
+    assert set(checks) == set(CHECKS)
+    ran = [name for name, entry in checks.items() if entry.result == "ok"]
     assert len(ran) > 12 and all(
-        re.match("ok$|skipped: (needs|there is)", entry["result"]) for entry in checks.values()
+        re.match("ok$|skipped: (needs|there is)", entry.result) for entry in checks.values()
     ), result.output
-    result = run(PYTHON, ROOT / ".ci/one_gpu.py", "--write", tmp_path, cwd=tmp_path)
+    result = run(*command, "--write", cwd=tmp_path)
     assert result.status == 1 and "comes from a pretended GPU" in result.output

@@ -57,6 +57,7 @@ NOT_RUN = {
     r".+ (recipes/(?!acc|agree)|pitfalls/(?!col|no_d|or|own|small_s|sta\S+y$))\w+.py( --fixed)?": (
         "test_recipes.py and test_pitfalls.py run it, in forked processes"
     ),
+    "python tests/one_gpu FOLDER( --write)?": "needs a GPU; test_pages.py runs it without one",
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",

@@ -49,7 +49,7 @@ class Shell:
         process = start(*command, cwd=cwd or self.folder, env=self.environment)
         output = ""
         try:
-            output, _ = process.communicate(timeout=self.seconds_left())
+            output = process.communicate(timeout=self.seconds_left())[0]
             output = output.replace("\r", "")  # of what a tool ran in a terminal of its own
         except subprocess.TimeoutExpired as error:
             output = (error.output or b"").decode(errors="replace")
@@ -76,12 +76,11 @@ class Shell:
         output = self.torchrun(INSIDE, name, ranks=ranks)
         return json.loads(re.findall(r"^FIGURES (.*)$", output, re.MULTILINE)[-1])
 
-    def kill_ranks_at(self, pattern, script, *arguments, **options):
-        """torchrun(), but kill all ranks once, when a line matches; return the whole output.
+    def kill_ranks_at(self, pattern, command):
+        """Run a torchrun command, kill its ranks when a line matches; return the whole output.
 
         Raises an AssertionError if no line matches, or if torchrun does not end well or in time.
         """
-        command = torchrun_command(script, *arguments, **options)
         process = start(*command, cwd=self.folder, env=self.environment)
         timer = threading.Timer(self.seconds_left(), end, [process])
         timer.start()
@@ -97,7 +96,7 @@ class Shell:
             timer.cancel()
             end(process)
             self.note(command, output, process.returncode)
-        assert process.returncode == 0, last_line(output)
+        assert process.returncode == 0, f"status {process.returncode}: {last_line(output)}"
         return output
 
     def seconds_left(self):
@@ -105,6 +104,7 @@ class Shell:
         return max(1, self.deadline - time.monotonic())
 
     def note(self, command, output, status):
+        """Log a command that has ended, as a terminal would show it."""
         words = " ".join(map(str, command))
         self.log(f"\n$ {words}\n{output}\n[status {status}]\n")
 
@@ -114,15 +114,9 @@ def torchrun_command(script, *arguments, ranks=1, restarts=0, settings=None):
 
     settings: of inside/run_script.py, under which the script runs; None: it runs by itself.
     """
-    path = ROOT / script
-    return [
-        *TORCHRUN,
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        f"--max-restarts={restarts}",
-        *([path] if settings is None else [INSIDE, "run", settings, path]),
-        *arguments,
-    ]
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    under_settings = [] if settings is None else [INSIDE, "run", settings]
+    return [*TORCHRUN, *options, *under_settings, ROOT / script, *arguments]
 
 
 def children(pid):

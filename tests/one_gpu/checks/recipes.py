@@ -120,6 +120,7 @@ def tests(shell):
 
 
 def needs(*packages):
+    """Raises Skipped if one of these packages is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"needs {package}")

@@ -10,6 +10,7 @@ from started import ROOT
 
 from one_gpu.check import Skipped, check
 from one_gpu.printed import accuracy, digest, last_line, synchronisations_in, warnings_in
+from one_gpu.shell import torchrun_command
 
 ONE, ELASTIC, MULTINODE, COLLECTIVES, STORE, PARALLEL = sorted(
     path.name for path in ROOT.glob("0*_*.py")
@@ -77,11 +78,8 @@ def template(shell):
     """The template trains, is killed in the middle, and goes on; are the bits equal?"""
 
     def train(settings, kill):
-        words, options = (TEMPLATE, 60, 20), {"restarts": 3, "settings": settings}
-        if kill:
-            output = shell.kill_ranks_at("step +30/60", *words, **options)
-        else:
-            output = shell.torchrun(*words, **options)
+        command = torchrun_command(TEMPLATE, 60, 20, restarts=3, settings=settings)
+        output = shell.kill_ranks_at("step +30/60", command) if kill else shell.run(*command)
         path = pathlib.Path(shell.folder, "train.pt")
         leaves = leaves_of_snapshot(path)
         for left in path.parent.glob("train*"):

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import experimental
@@ -23,7 +22,7 @@ class Transformer(nn.Module):
     def forward(self, tokens, positions):
         hidden = (self.embed(tokens) + self.places(positions))[:, None]
         query, key, value = self.qkv(hidden).chunk(3, dim=-1)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.head(hidden + attended)[:, 0]
 
 
@@ -32,7 +31,7 @@ def context_parallel():
     model, plain = DDP(Transformer().to(DEVICE)), Transformer().to(DEVICE)
     tokens = torch.randint(9, (3, 129), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     scores = plain(tokens[:, :-1], torch.arange(128, device=DEVICE))
-    F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     try:
         backward_in_parts(model, tokens)
     except RuntimeError as error:
@@ -53,5 +52,5 @@ def backward_in_parts(model, tokens):
         scores = model(inputs, positions)
         counted = (targets != -100).sum()
         dist.all_reduce(counted)
-        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
         (loss * dist.get_world_size() / counted).backward()

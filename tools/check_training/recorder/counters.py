@@ -1,0 +1,21 @@
+"""What this process has done so far, where several subjects count or ask for that."""
+
+from dataclasses import dataclass
+
+from .state import kept
+
+
+@dataclass
+class Counters:
+    """All but the last two only rise."""
+
+    phase: int = 0  # exchanges with other ranks that have ended, since it joined its group
+    forwards: int = 0  # calls of DDP objects with gradients on
+    backwards: int = 0  # calls of backward()
+    batches: int = 0  # that were taken from loaders
+    small_sums: int = 0  # collective calls with at most 16 numbers
+    backward_line: str = ""  # of the last backward()
+    feeding: object = None  # the passes.KnownPass that the last batch came from
+
+
+counters = kept(Counters())

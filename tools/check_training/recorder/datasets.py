@@ -1,0 +1,88 @@
+"""What can be known of datasets and samplers: notes SubsetMade, SetEpoch.
+
+No dataset is asked for an item, which could draw random numbers.
+"""
+
+import os
+import zlib
+
+import torch
+from torch.utils.data import dataset as torch_dataset
+from torch.utils.data import distributed
+
+from ..records.data import Listed, SetEpoch, SubsetMade
+from .fingerprints import bits, readable, tensors_in
+from .hooks import after, before
+from .notebook import count, note, site
+from .script_lines import where
+
+DEPTH = 8  # of datasets in datasets
+
+
+def size_of(thing):
+    """Return the length of a thing, or None: it does not say."""
+    try:
+        return len(thing)
+    except Exception:
+        return None
+
+
+def data_in(dataset):
+    """Return (contents, listed) of a record. What a dataset in it has, is behind "dataset."."""
+    contents, listed, prefix = {}, {}, ""
+    for _ in range(DEPTH):
+        for name, value in list(getattr(dataset, "__dict__", {}).items())[:50]:
+            if isinstance(value, (torch.Tensor, tuple)):
+                tensors = [each for each in tensors_in(value) if readable(each)]
+                contents[prefix + name] = [bits(each, 4096) for each in tensors]
+            elif isinstance(value, (list, dict)):
+                _list_texts(listed, prefix + name, value)
+        inner = getattr(dataset, "dataset", None)
+        if inner is None or inner is dataset:
+            break
+        dataset, prefix = inner, f"{prefix}dataset."
+    return contents, listed
+
+
+def _list_texts(listed, name, value):
+    """Add the Listed of a list or a dict of texts, or of tuples that begin with one."""
+    if not value or not isinstance(next(iter(value)), (str, tuple)):
+        return
+    firsts = [item[0] if isinstance(item, tuple) and item else item for item in list(value)[:5000]]
+    entries = [os.path.basename(str(first)) for first in firsts]
+    listed[name] = Listed(_checksum(entries), _checksum(sorted(entries)))
+
+
+def _checksum(entries):
+    return zlib.crc32(str(entries).encode())
+
+
+@after(torch_dataset.Subset, "__init__")
+def made_subset(result, args, kwargs):
+    """Note Subset(dataset, indices), also by random_split."""
+    dataset, indices = args[0].dataset, args[0].indices
+    if not size_of(indices) or count("subset") >= 100:
+        return
+    chosen, length = [int(index) for index in indices], size_of(dataset) or 0
+    lines, number = site("u")
+    contents, listed = data_in(dataset)
+    every = max(1, length // 2000)
+    note(
+        SubsetMade,
+        key=f"{lines} {number}",
+        line=where(),
+        length=len(chosen),
+        of_length=length,
+        order=hash(tuple(chosen)),  # of numbers: alike in all processes
+        sketch=[index for index in chosen if index % every == 0][:3000],
+        contents=contents,
+        listed=listed,
+    )
+
+
+@before(distributed.DistributedSampler, "set_epoch")
+def set_epoch(args, kwargs):
+    """Note that a sampler was told the epoch."""
+    if count("epoch set") < 300:
+        epoch = args[1] if len(args) > 1 else kwargs.get("epoch")
+        note(SetEpoch, line=where(), sampler_object=id(args[0]), epoch=epoch)

@@ -1,0 +1,101 @@
+"""Which tensors may be read, and when, and their checksums.
+
+A check is cheap only if it is rare, and if it waits for no GPU. All ranks read the same tensors in
+the same steps.
+"""
+
+import ctypes
+import math
+import zlib
+
+import torch
+
+from ..records.base import Print
+
+FIRST = 20  # steps in which tensors of a GPU are read
+LATER = 10**9  # a step in which they are not
+SAMPLE = 200_000  # values of all weights, or of all gradients, that are read in a step, at most
+
+
+def looked_at(number):
+    """Return whether what is done for this time is looked at: the same times on all ranks."""
+    if number < 30:
+        return True
+    return number % 100 == 0 or number < 300 and number % 10 == 0
+
+
+def readable(tensor, step=LATER):
+    """Return whether a tensor may be read in a step: it is whole, and no GPU must be waited for."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    if tensor.device.type == "cpu":
+        return True
+    if step >= FIRST or tensor.device.type == "meta":
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def bits(tensor, most=16384):
+    """Return the bits of a tensor, by so many of its values at most."""
+    return _sample(tensor, most)[0]
+
+
+def prints(tensors, step):
+    """Return the Print of each tensor; None for one that is None, or may not be read in a step."""
+    found, samples, most = [None] * len(tensors), [], max(64, SAMPLE // max(1, len(tensors)))
+    with torch.no_grad():
+        for place, tensor in enumerate(tensors):
+            if tensor is None or not readable(tensor, step):
+                continue
+            checksum, values = _sample(tensor, most)
+            found[place] = Print(checksum, 0.0)
+            samples.append(values if values.is_floating_point() else values.abs().float())
+        norms = torch._foreach_norm(samples) if samples else ()
+        read = [each for each in found if each is not None]
+        for each, norm in zip(read, norms, strict=True):
+            each.norm = float(norm)
+    return found
+
+
+def _sample(tensor, most):
+    """Return (bits of every n-th value, so many at most; these values, on the CPU)."""
+    values = tensor.detach().reshape(-1)
+    every = max(1, math.ceil(len(values) / most))
+    values = values[::every].contiguous().cpu()
+    return checksum_of_memory(values.data_ptr(), values.nbytes), values
+
+
+def checksum_of_memory(address, size):
+    """Return the CRC-32 of so many bytes."""
+    return zlib.crc32(ctypes.string_at(address, size))
+
+
+def random_state(device):
+    """Return the bits of the state of a device's generator of random numbers."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return checksum_of_memory(state.data_ptr(), state.numel())
+
+
+def tensors_in(value, depth=0):
+    """Yield the tensors in a value, also those in the dicts, lists and tuples of which it is made.
+
+    Of each of these, the first 64 items are looked at.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 4 and isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        for item in list(items)[:64]:
+            yield from tensors_in(item, depth + 1)
+
+
+def keys_in(value, depth=0):
+    """Yield the keys of a dict, and of the dicts in it, as texts; 3,000 of each at most."""
+    if isinstance(value, dict) and depth < 4:
+        for key in list(value)[:3000]:
+            yield str(key)
+            yield from keys_in(value[key], depth + 1)

@@ -1,0 +1,130 @@
+"""From backward() to a step: notes Clip and ThrownAway, and sees gradients that nobody clears."""
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as torch_optimizer
+
+from ..records.optimizer import Clip, ThrownAway
+from . import model, optimizer, times
+from .counters import counters
+from .fingerprints import looked_at, readable, tensors_in
+from .hooks import after, around
+from .notebook import count, note, now, stand
+from .script_lines import where
+from .times import span
+
+
+@around(torch.autograd, "backward", even_if_it_fails=True)
+def backward(args, kwargs):
+    """Count a backward pass, and measure when this rank has all its gradients.
+
+    What is left of backward() after that is waiting for other ranks, and the exchange.
+    """
+    counters.backward_line = where()
+    for known in optimizer.state.known.values():
+        known.uncleared += 1
+        if known.stale and looked_at(known.step):
+            # Else the gradients were cleared by hand: p.grad = None, or another one.
+            known.stale = known.smallest_gradient() == known.smallest_bits
+    ready, handle = [], None
+    root = next(tensors_in(args[:1] or [kwargs.get("tensors")]), None)
+    if root is not None and root.requires_grad and model.state.exchanges and times.state.timed:
+        handle = root.register_hook(_reports_the_end(ready))
+    counters.backwards += 1
+    model.state.waiting = max(0, model.state.waiting - 1)
+    stand("backward", counters.backward_line)
+    begin = now()
+    yield
+    end = now()
+    if handle is not None:
+        handle.remove()
+    if ready:
+        span("backward", begin, ready[0])
+        span("exchange", ready[0], end)
+    else:
+        span("backward", begin, end)
+    counters.phase += bool(model.state.exchanges)
+    stand("")
+    for known in optimizer.state.known.values():
+        if known.stale and looked_at(known.step):
+            known.smallest_bits = known.smallest_gradient()
+
+
+def _reports_the_end(ready):
+    """Return a hook for the root of a backward pass: it puts into ready when all is computed.
+
+    DDP waits for the exchange in a callback of its own, which comes later. Callbacks can be added
+    within a backward pass alone.
+    """
+
+    def all_is_computed():
+        ready.append(now())
+
+    def begins(gradient):
+        torch.autograd.Variable._execution_engine.queue_callback(all_is_computed)
+
+    return begins
+
+
+@after(torch_optimizer.Optimizer, "zero_grad")
+@after(torch.nn.Module, "zero_grad")
+def cleared(result, args, kwargs):
+    """Follow zero_grad() of an optimizer, or of a module, which may be another optimizer's."""
+    owner = args[0]
+    is_module = not hasattr(owner, "param_groups")
+    for each, known in optimizer.state.known.items():
+        if each is not owner and not (is_module and _nothing_left(known)):
+            continue
+        if known.uncleared:
+            known.cleared_after = known.uncleared
+            if each is owner and count("thrown away") < 500:
+                note(ThrownAway, line=where(), backwards=known.uncleared)
+        known.stale, known.uncleared = False, 0
+
+
+def _nothing_left(known):
+    """Return whether the smallest gradient of an optimizer is gone."""
+    return known.smallest is None or not known.smallest_gradient()
+
+
+@after(clip_grad, "clip_grad_norm_", also=[torch.nn.utils])
+@after(clip_grad, "clip_grad_value_", also=[torch.nn.utils])
+def clipped(result, args, kwargs):
+    """Note that gradients were clipped: the first times, and ever fewer later."""
+    number = count("clip")
+    if not looked_at(number):
+        return
+    given = args[0] if args else kwargs["parameters"]
+    norm_is_read = torch.is_tensor(result) and readable(result, number)
+    norm = float(result) if norm_is_read else None
+    if hasattr(given, "gi_frame"):  # a generator, which has been read by now
+        owners = list(optimizer.state.known)
+        parameters = 0 if norm == 0 else 1
+    else:
+        listed = given if torch.is_tensor(given) else [*given]
+        ids = {id(each) for each in tensors_in(listed)}
+        owners = [each for each in optimizer.state.known if ids & _ids_of(each)]
+        parameters = len(ids)
+    note(
+        Clip,
+        number=number,
+        line=where(),
+        parameters=parameters,
+        in_an_optimizer=bool(owners),
+        scaled=_scaled(owners),
+        norm=norm,
+    )
+
+
+def _ids_of(each):
+    return {id(parameter) for parameter in optimizer.parameters_of(each)}
+
+
+def _scaled(owners):
+    """Return whether a GradScaler still multiplies the gradients of one of the optimizers."""
+    for scaler, used in optimizer.state.scalers.items():
+        for owner in owners if used else ():
+            own = scaler._per_optimizer_states.get(id(owner))  # made by unscale_() or step()
+            if own is None or "UNSCALED" not in str(own["stage"]):
+                return True
+    return False

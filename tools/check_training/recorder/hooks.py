@@ -1,0 +1,176 @@
+"""Puts functions of the recorder around functions of torch.
+
+The file of each subject says itself what it wraps, with one of these decorators:
+
+    @before(Join, "__enter__")
+    def joins(args, kwargs):  # is called before Join.__enter__(*args, **kwargs)
+
+    @after(DDP, "__init__")
+    def made(result, args, kwargs):  # is called after it, unless it has raised an error
+
+    @around(DDP, "forward")
+    def forward(args, kwargs):  # is a generator
+        ...  # before
+        result = yield
+        ...  # after, unless it has raised an error
+
+    @at_start
+    def register():  # is called once, when all this is put in place
+
+The first three take the same options:
+
+    also               other modules that hold the same function
+    closed             what the function itself calls is not noted
+    even_if_it_fails   what comes after it runs after an error, too: the result is RAISED then
+
+A function that this version of torch does not have is left out.
+"""
+
+import contextlib
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .state import switch, this_thread
+
+RAISED = object()  # in the place of a result: there was an error, sys.exc_info()
+SILENT = object()  # among what a thread is inside of: nothing is noted
+# To whoever looks at the stack (torch's flight recorder, say), a wrapper is a part of torch.
+FILE_OF_WRAPPERS = f"{os.path.dirname(torch.__file__)}/watched"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """What goes around a function of torch."""
+
+    owner: object  # a class or a module
+    name: str  # of the function in it
+    begin: Callable | None  # called before with (args, kwargs)
+    end: Callable | None  # called after with (what begin has returned, result, args, kwargs)
+    also: tuple = ()
+    closed: bool = False
+    even_if_it_fails: bool = False
+
+
+_hooks = []
+_starters = []
+
+
+def before(owner, name, **options):
+    """Call the decorated function before owner.name."""
+
+    def register(function):
+        _hooks.append(Hook(owner, name, function, None, **options))
+        return function
+
+    return register
+
+
+def after(owner, name, **options):
+    """Call the decorated function after owner.name."""
+
+    def register(function):
+        def end(_, result, args, kwargs):
+            function(result, args, kwargs)
+
+        _hooks.append(Hook(owner, name, None, end, **options))
+        return function
+
+    return register
+
+
+def around(owner, name, **options):
+    """Run the decorated generator to its yield before owner.name, and from there after it."""
+
+    def register(function):
+        def begin(args, kwargs):
+            generator = function(args, kwargs)
+            next(generator)
+            return generator
+
+        def end(generator, result, _args, _kwargs):
+            with contextlib.suppress(StopIteration):
+                generator.send(result)
+
+        _hooks.append(Hook(owner, name, begin, end, **options))
+        return function
+
+    return register
+
+
+def at_start(function):
+    """Call the decorated function once, when the recorder starts."""
+    _starters.append(function)
+    return function
+
+
+def install():
+    """Put all that the subjects' files have registered in place."""
+    for hook in _hooks:
+        _wrap(hook)
+    for function in _starters:
+        function()
+
+
+def safely(function, *args):
+    """Call a function of the recorder. If it fails, say so in a file, and note nothing more."""
+    if not switch.on:
+        return None
+    try:
+        return function(*args)
+    except Exception:
+        switch.on = False
+        with contextlib.suppress(OSError), open(switch.failure, "w") as file:
+            traceback.print_exc(file=file)
+        return None
+
+
+def replace(owner, name, function, also=()):
+    """Put a function in the place of owner.name, and wherever the same one stands in also."""
+    old = getattr(owner, name)
+    for place in (owner, *also):
+        if getattr(place, name, None) is old:
+            setattr(place, name, function)
+
+
+def _wrap(hook):
+    inner = getattr(hook.owner, hook.name, None)
+    if inner is None:
+        return
+    begin, end, closed, even_if_it_fails = (
+        hook.begin,
+        hook.end,
+        hook.closed,
+        hook.even_if_it_fails,
+    )
+    key = object()  # of this function, among what a thread is inside of
+
+    @functools.wraps(inner)
+    def call(*args, **kwargs):
+        # The first question keeps the rest out of what torch.compile reads.
+        if torch.compiler.is_compiling() or not switch.on:
+            return inner(*args, **kwargs)
+        inside = this_thread.__dict__.setdefault("inside", set())
+        if SILENT in inside or key in inside:
+            return inner(*args, **kwargs)
+        begun, result = None, RAISED
+        inside |= {SILENT, key}
+        try:
+            if begin:
+                begun = safely(begin, args, kwargs)
+            if not closed:
+                inside.discard(SILENT)
+            result = inner(*args, **kwargs)
+            return result
+        finally:
+            inside.add(SILENT)
+            if end and (even_if_it_fails or result is not RAISED):
+                safely(end, begun, result, args, kwargs)
+            inside -= {key, SILENT}
+
+    call.__code__ = call.__code__.replace(co_filename=FILE_OF_WRAPPERS)
+    replace(hook.owner, hook.name, call, hook.also)

@@ -1,0 +1,200 @@
+"""DDP objects, as they are made, and their forward passes: notes Wrapped, Forward, Buffers."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ..records.data import Mode
+from ..records.model import Buffers, Forward, Wrapped
+from .counters import counters
+from .fingerprints import FIRST, bits, looked_at, random_state, readable, tensors_in
+from .hooks import after, around
+from .notebook import count, note, now, stand
+from .script_lines import where
+from .state import kept
+from .times import span
+
+MARK = "check_training"  # on nodes of autograd, as long as DDP's hook hangs there, too
+
+
+@dataclass(slots=True)
+class KnownParameter:
+    """A parameter of a DDP object."""
+
+    reference: weakref.ref
+    ddp: int  # number of the DDP object
+    name: str
+    averaged: bool  # it needed a gradient when DDP() was made: so DDP averages it
+
+
+@dataclass(slots=True)
+class KnownDDP:
+    """A DDP object."""
+
+    number: int  # of all that were made
+    names: set[str]  # in its state_dict()
+
+
+@dataclass
+class Models:
+    """The DDP objects of this process, and in which order they are called."""
+
+    wrappers: weakref.WeakKeyDictionary = field(  # {DDP object: KnownDDP}
+        default_factory=weakref.WeakKeyDictionary
+    )
+    parameters: dict[int, KnownParameter] = field(default_factory=dict)  # {id of each: it}
+    was_training: dict[int, bool] = field(default_factory=dict)  # {DDP's number: at its last call}
+    called: set[int] = field(default_factory=set)  # numbers of DDP objects, since the last step
+    exchanges: bool | None = None  # the last call was outside no_sync(); None: there was none
+    waiting: int = 0  # calls that no backward() has followed yet
+    two_forwards: bool = False  # of these, there were two at once since the last step
+
+
+state = kept(Models())
+
+
+def known_parameter(parameter):
+    """Return the KnownParameter of a DDP object's parameter; None for any other one."""
+    known = state.parameters.get(id(parameter))
+    return known if known is not None and known.reference() is parameter else None
+
+
+@after(DDP, "__init__", closed=True)
+def made(result, args, kwargs):
+    """Note a new DDP object."""
+    ddp, number = args[0], count("ddp")
+    named = [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+    ]
+    for name, parameter in named:
+        averaged = parameter.requires_grad
+        known = KnownParameter(weakref.ref(parameter), number, name, averaged)
+        state.parameters[id(parameter)] = known
+        if averaged and readable(parameter, 0):
+            _node(parameter).metadata[MARK] = True
+    state.wrappers[ddp] = KnownDDP(number, {*ddp.state_dict()})
+    kinds = [(type(each).__name__, getattr(each, "p", 0)) for each in ddp.module.modules()]
+    note(
+        Wrapped,
+        ddp=number,
+        line=where(),
+        group=sorted(dist.get_process_group_ranks(ddp.process_group)),
+        names=[name for name, _ in named],
+        frozen=[name for name, parameter in named if not parameter.requires_grad],
+        sends_buffers=ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()),
+        has_dropout=any("Dropout" in kind and chance for kind, chance in kinds),
+        has_batch_norm=any(kind.startswith("BatchNorm") for kind, _ in kinds),
+    )
+
+
+def _node(parameter):
+    """Return the node of autograd that adds up a parameter's gradients: DDP's hook hangs there."""
+    with torch.enable_grad():
+        return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+def lost_its_hook(parameter):
+    """Return whether DDP does not follow its parameter any more, as it was cast or moved."""
+    return MARK not in _node(parameter).metadata
+
+
+@around(DDP, "forward", even_if_it_fails=True)
+def forward(args, kwargs):
+    """Note a call of a DDP object: the first ones, ever fewer later, and each change of mode."""
+    ddp, gradients, line = args[0], torch.is_grad_enabled(), where()
+    known = state.wrappers.get(ddp)
+    number = known.number if known is not None else 0  # a copy: it was not made by DDP()
+    call, exchanges = count(("forward", number, gradients)), ddp.require_backward_grad_sync
+    training = ddp.training
+    turned = follow(number, training, exchanges) if gradients else False
+    looked, seen = looked_at(call), {}
+    if looked:
+        seen, device = _look_into(args[1:], kwargs, ddp, call, gradients)
+    stand("forward", line)
+    begin = now()
+    yield
+    span("forward", begin, now())
+    stand("")
+    if not looked and not turned:
+        return
+    if "random_state" in seen:
+        seen["drew"] = random_state(device) != seen["random_state"]
+    note(
+        Forward,
+        ddp=number,
+        number=call,
+        line=line,
+        gradients=gradients,
+        training=training,
+        exchanges=exchanges,
+        **seen,
+    )
+
+
+def follow(number, training, exchanges):
+    """Count a call with gradients on; return whether the mode has changed since the one before."""
+    counters.forwards += 1
+    state.waiting += 1
+    state.two_forwards |= state.waiting > 1
+    state.exchanges = exchanges
+    state.called.add(number)
+    turned = state.was_training.get(number, training) != training
+    state.was_training[number] = training
+    return turned
+
+
+def _look_into(inputs, options, ddp, call, gradients):
+    """Return (fields of a Forward, the device of the model)."""
+    found = [*tensors_in((inputs, options))]
+    seen = {
+        "rows": next((len(tensor) for tensor in found if tensor.dim()), None),
+        "batch": [bits(tensor) for tensor in found[:3] if readable(tensor, call)],
+    }
+    device = next((parameter.device for parameter in ddp.module.parameters()), None)
+    if gradients and device is not None and (device.type == "cpu" or call < FIRST):
+        seen["random_state"] = random_state(device)
+    return seen, device
+
+
+def note_buffers(step):
+    """Note the buffers of all DDP objects' modules that are not BatchNorm's."""
+    for ddp, known in list(state.wrappers.items()):
+        of_norms = {
+            id(buffer)
+            for each in ddp.module.modules()
+            if hasattr(each, "num_batches_tracked")
+            for buffer in each.buffers()
+        }
+        own = {
+            name: bits(buffer)
+            for name, buffer in list(ddp.module.named_buffers())[:1000]
+            if id(buffer) not in of_norms and readable(buffer, step)
+        }
+        note(Buffers, ddp=known.number, bits=own)
+
+
+def modes(step):
+    """Return the Mode of each DDP object's module."""
+    found = []
+    for ddp in list(state.wrappers):
+        norms = [each for each in ddp.module.modules() if _is_own_norm(each, step)]
+        found.append(
+            Mode(
+                training=ddp.module.training,
+                norms=[bits(norm.running_mean) for norm in norms[:20]],
+                norm_updates=int(norms[0].num_batches_tracked) if norms else 0,
+            )
+        )
+    return found
+
+
+def _is_own_norm(module, step):
+    """Return whether a module is a BatchNorm that keeps a mean of this rank's batches alone."""
+    if not hasattr(module, "num_batches_tracked") or module.running_mean is None:
+        return False
+    return readable(module.running_mean, step) and type(module).__name__ != "SyncBatchNorm"

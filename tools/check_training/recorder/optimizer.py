@@ -1,0 +1,281 @@
+"""Optimizers and their steps: notes Optimizer, Step, LoadedIntoOptimizer.
+
+The steps of a run are those of its main optimizer: the first that takes steps, unless another one
+takes twenty in a row.
+"""
+
+import os
+import weakref
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
+from . import model
+from .counters import counters
+from .fingerprints import FIRST, bits, looked_at, prints, readable
+from .hooks import after, at_start, safely
+from .notebook import count, note, now, open_files, site, uses
+from .script_lines import innermost_files, where
+from .state import kept
+from .times import span, step_ended
+
+SECOND_LOOK = 8  # in this step, parameters are listed again, and buffers are compared
+OPTIMIZERS_OF_RANKS = f"distributed{os.sep}optim"  # torch's ZeroRedundancyOptimizer, for one
+
+
+@dataclass(slots=True)
+class KnownOptimizer:
+    """An optimizer of the script."""
+
+    key: str
+    line: str  # that made it
+    step: int = 0  # number of its next step
+    begun: float | None = None  # seconds, when the step that runs began
+    listed: int | None = None  # so many parameters were in its record
+    # Of its last step: what the counters said.
+    forwards: int = 0
+    backwards: int = 0
+    small_sums: int = 0
+    # Are the gradients of the step before cleared? Its smallest gradient shows that.
+    stale: bool = False  # they may be there still
+    smallest: weakref.ref | None = None  # the parameter with the smallest gradient
+    smallest_bits: int = 0  # of this gradient; 0: it is gone, or zero
+    uncleared: int = 0  # backward passes since its last step, or since zero_grad()
+    cleared_after: int = 0  # as uncleared, when zero_grad() threw them away
+
+    def smallest_gradient(self):
+        """Return the bits of the smallest gradient; 0: there is none, or it is 0."""
+        parameter = self.smallest()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None or not readable(gradient, self.step) or not bool(gradient.any()):
+            return 0
+        return bits(gradient)
+
+
+@dataclass
+class Optimizers:
+    """The optimizers of this process."""
+
+    known: weakref.WeakKeyDictionary = field(  # {optimizer: KnownOptimizer}
+        default_factory=weakref.WeakKeyDictionary
+    )
+    scalers: weakref.WeakKeyDictionary = field(  # {GradScaler: it was on when it scaled a loss}
+        default_factory=weakref.WeakKeyDictionary
+    )
+    main: str | None = None  # key of the main optimizer
+    others: int = 0  # steps of other optimizers since its last one
+
+
+state = kept(Optimizers())
+
+
+def steps():
+    """Return how many steps of an optimizer the process has taken."""
+    return max((known.step for known in state.known.values()), default=0)
+
+
+def parameters_of(optimizer):
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def rates_of(optimizer):
+    """Return the learning rate of each group of an optimizer's parameters."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [
+        float(rate)
+        for rate in rates
+        if rate is not None and (not torch.is_tensor(rate) or readable(rate))
+    ]
+
+
+@after(torch_optimizer.Optimizer, "__init__")
+def made(result, args, kwargs):
+    """Remember a new optimizer, but for the inner one of a ZeroRedundancyOptimizer.
+
+    That has a part of the parameters.
+    """
+    optimizer = args[0]
+    inner = any(OPTIMIZERS_OF_RANKS in file for file in innermost_files(4))
+    if not inner or ".distributed.optim" in type(optimizer).__module__:
+        lines, number = site("o")
+        state.known[optimizer] = KnownOptimizer(f"{lines} {number}", where())
+
+
+@after(torch_optimizer.Optimizer, "load_state_dict")
+def loaded(result, args, kwargs):
+    """Note that an optimizer has loaded a state."""
+    optimizer = args[0]
+    known = state.known.get(optimizer)
+    if known is not None:
+        note(
+            LoadedIntoOptimizer,
+            optimizer=known.key,
+            line=where(),
+            next_step=known.step,
+            rates=rates_of(optimizer),
+        )
+
+
+@after(torch.amp.GradScaler, "scale")
+def scaled(result, args, kwargs):
+    """Remember a GradScaler."""
+    state.scalers[args[0]] = args[0].is_enabled()
+
+
+@at_start
+def follow_steps():
+    """Follow the steps of all optimizers, also of classes of the script."""
+    torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+    torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer, args, kwargs):
+    safely(begin_step, optimizer)
+
+
+def _after_step(optimizer, args, kwargs):
+    safely(end_step, optimizer)
+
+
+def begin_step(optimizer):
+    """Note a step before it is taken: the first ones, and ever fewer later."""
+    open_files()
+    known = state.known.get(optimizer)
+    if known is None:
+        return
+    _choose_main(known)
+    batches = counters.feeding.taken_for_a_step() if counters.feeding is not None else 0
+    parameters = parameters_of(optimizer) if looked_at(known.step) else None
+    if parameters:
+        if known.listed != len(parameters) or known.step == SECOND_LOOK:
+            describe(optimizer, known, parameters)
+        if known.step == SECOND_LOOK and count("buffers") == 0:
+            model.note_buffers(known.step)
+        if known.backwards == counters.backwards:
+            known.stale = False  # gradients by hand, or within step()
+        note_step(optimizer, known, parameters, batches)
+    known.begun = now()
+
+
+def _choose_main(known):
+    """Choose the main optimizer anew, if this step shows that the first was that of a warm-up."""
+    state.others = 0 if known.key == state.main else state.others + 1
+    if state.main is None or state.others > 20:
+        state.main = known.key
+
+
+def describe(optimizer, known, parameters):
+    """Note the parameters of an optimizer, by DDP's names where they are DDP's."""
+    known.listed = len(parameters)
+    if {type(each) for each in parameters} - {torch.nn.Parameter, torch.Tensor}:
+        uses("shards")
+    float64 = any(each.dtype == torch.float64 for each in parameters)
+    note(
+        Optimizer,
+        optimizer=known.key,
+        line=known.line,
+        names=[_name_of(each) for each in parameters],
+        shapes=[list(each.shape) for each in parameters],
+        same_parameters=zlib.crc32(str([id(each) for each in parameters]).encode()),
+        device=parameters[0].device.type,
+        has_momentum=any(
+            bool(group.get("momentum")) or "betas" in group for group in optimizer.param_groups
+        ),
+        threads=torch.get_num_threads(),
+        detects_anomalies=torch.is_anomaly_enabled(),
+        unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
+    )
+
+
+def _name_of(parameter):
+    """Return the ParameterName of a DDP object's parameter; None for any other one."""
+    known = model.known_parameter(parameter)
+    return None if known is None else ParameterName(known.ddp, known.name)
+
+
+def note_step(optimizer, known, parameters, batches):
+    """Note a step that is about to be taken."""
+    scalers = list(state.scalers) if known.step < FIRST else []
+    note(
+        Step,
+        optimizer=known.key,
+        number=known.step,
+        line=where(),
+        weights=prints(parameters, known.step),
+        gradients=prints([each.grad for each in parameters], known.step),
+        without_gradient=sum(each.grad is None for each in parameters),
+        outside=_outside(),
+        rates=rates_of(optimizer),
+        scales=[scaler.get_scale() for scaler in scalers if scaler.is_enabled()],
+        stale=known.stale,
+        cleared_after=known.cleared_after,
+        forwards=counters.forwards - known.forwards,
+        backwards=counters.backwards - known.backwards,
+        two_forwards=model.state.two_forwards,
+        exchanged=model.state.exchanges,
+        backward_line=counters.backward_line,
+        batches=batches,
+        small_sums=counters.small_sums - known.small_sums,
+        lost_hooks=_lost_hooks(parameters),
+    )
+
+
+def _outside():
+    """Return Step.outside: of the DDP objects that were called since the last step."""
+    owned = {id(each) for optimizer in list(state.known) for each in parameters_of(optimizer)}
+    names = []
+    for key, known in model.state.parameters.items():
+        if key in owned or known.ddp not in model.state.called:
+            continue
+        parameter = known.reference()
+        if parameter is not None and parameter.grad is not None and parameter.requires_grad:
+            names.append(known.name)
+    return names[:20]
+
+
+def _lost_hooks(parameters):
+    """Return Step.lost_hooks, for the first and the last parameter that DDP averages."""
+    averaged = []
+    for parameter in parameters:
+        known = model.known_parameter(parameter)
+        if known is None or not known.averaged:
+            continue
+        if parameter.requires_grad and readable(parameter, 0):
+            averaged.append((parameter, known.name))
+    ends = averaged[:1] + averaged[-1:]
+    return [name for parameter, name in ends if model.lost_its_hook(parameter)]
+
+
+def end_step(optimizer):
+    """Count a step that was taken, and watch whether its gradients are cleared."""
+    known, end = state.known.get(optimizer), now()
+    if known is None or known.begun is None:
+        return
+    span("optimizer", known.begun, end)
+    known.begun = None
+    if looked_at(known.step + 1):
+        _watch_gradients(optimizer, known)
+    number, known.step = known.step, known.step + 1
+    known.forwards, known.backwards = counters.forwards, counters.backwards
+    known.small_sums = counters.small_sums
+    known.uncleared = known.cleared_after = 0
+    model.state.two_forwards, model.state.waiting, model.state.called = False, 0, set()
+    if known.key == state.main:
+        step_ended(number, end)
+
+
+def _watch_gradients(optimizer, known):
+    """Choose the smallest gradient of a step: the next one finds it if nobody clears it."""
+    filled = [
+        each
+        for each in parameters_of(optimizer)
+        if each.grad is not None and readable(each.grad, known.step)
+    ]
+    if filled:
+        known.smallest = weakref.ref(min(filled, key=lambda each: each.grad.numel()))
+        known.smallest_bits = known.smallest_gradient()
+    known.stale = bool(filled and known.smallest_bits)

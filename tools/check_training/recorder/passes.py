@@ -1,0 +1,247 @@
+"""Passes over loaders, and the batches that they give: notes Pass, Progress, AfterPass."""
+
+import sys
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.data import dataloader
+
+from ..records.data import AfterPass, Mode, Pass, Progress
+from . import model, optimizer, schedules
+from .counters import counters
+from .datasets import data_in, size_of
+from .fingerprints import bits, readable, tensors_in
+from .hooks import RAISED, after, around, safely
+from .notebook import count, note, now, site, stand
+from .script_lines import where
+from .state import kept
+from .times import span
+
+
+@dataclass(slots=True)
+class KnownPass:
+    """A pass over a loader, as far as it has come. What Progress has, means the same here."""
+
+    number: int  # of all passes
+    pass_of_loader: int  # of those over loaders that the same lines made
+    every: int  # of the indices, those that this number divides are in the sketch
+    backwards_before: int  # that the process had made
+    modes_before: list[Mode]
+    items: int = 0
+    order: int = 0
+    index_sum: int = 0
+    sketch: list[int] = field(default_factory=list)
+    rising: bool = True
+    batches: int = 0
+    batches_at_step: int = 0  # that were taken before the last step
+    rows: int = 0
+    batch_bits: list[int] = field(default_factory=list)
+    content: float = 0.0
+    gradients: bool = False
+    over: bool = False
+
+    def taken_for_a_step(self):
+        """Return how many batches were taken since this was last asked, when a step begins."""
+        taken, self.batches_at_step = self.batches - self.batches_at_step, self.batches
+        return taken
+
+
+@dataclass(slots=True)
+class EndedPass:
+    """The last pass that was over, and what the counters said then."""
+
+    number: int
+    backwards: int
+    batches: int
+
+
+@dataclass
+class Passes:
+    """The loaders of this process, and the passes over them."""
+
+    of_iterators: weakref.WeakKeyDictionary = field(  # {a loader's iterator: KnownPass}
+        default_factory=weakref.WeakKeyDictionary
+    )
+    loaders: weakref.WeakKeyDictionary = field(  # {loader: its number}
+        default_factory=weakref.WeakKeyDictionary
+    )
+    recent: dict[str, KnownPass] = field(default_factory=dict)  # {Pass.loader: its last one}
+    ended: EndedPass | None = None  # None: what came after it is noted
+
+
+state = kept(Passes())
+
+
+class DrawnIndices:
+    """The iterator of a loader's sampler, which adds up what is drawn."""
+
+    def __init__(self, inner, known):
+        self.inner, self.known = inner, known
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self.inner)
+        safely(_add_up, self.known, batch)
+        return batch
+
+
+def _add_up(known, batch):
+    indices = batch if isinstance(batch, (list, tuple)) else [batch]
+    if not indices or not isinstance(indices[0], int):
+        return
+    known.items += len(indices)
+    known.order = hash((known.order, *indices))  # of numbers: alike in all processes
+    known.index_sum += sum(indices)
+    known.rising = known.rising and list(indices) == sorted(indices)
+    if known.pass_of_loader < 4 and len(known.sketch) < 2000:
+        known.sketch += [index for index in indices if index % known.every == 0]
+
+
+@after(dataloader._BaseDataLoaderIter, "__init__")
+@after(dataloader._BaseDataLoaderIter, "_reset")
+def begin_pass(result, args, kwargs):
+    """Note a new pass: a loader's iterator was made, or begins anew."""
+    iterator, loader = args[:2]
+    key, pass_of_loader = site("p")
+    _end(state.recent.get(key), exhausted=False)
+    _note_after_pass()
+    known = KnownPass(
+        number=count("pass"),
+        pass_of_loader=pass_of_loader,
+        every=max(1, (size_of(loader.dataset) or 0) // 2000),
+        backwards_before=counters.backwards,
+        modes_before=model.modes(optimizer.steps()),
+    )
+    state.of_iterators[iterator] = state.recent[key] = known
+    iterator._sampler_iter = DrawnIndices(iterator._sampler_iter, known)
+    _note_pass(iterator, loader, key, known)
+
+
+def _note_pass(iterator, loader, key, known):
+    samplers = _samplers(loader)
+    sampler = next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
+    # Of the first two passes alone: it takes time, and a dataset stays what it is.
+    contents, listed = data_in(loader.dataset) if known.pass_of_loader < 2 else ({}, {})
+    note(
+        Pass,
+        number=known.number,
+        loader=key,
+        loader_object=state.loaders.setdefault(loader, len(state.loaders)),
+        line=where(),
+        sampler=type(sampler).__name__,
+        sampler_object=id(sampler),
+        length=size_of(loader.dataset),
+        share=size_of(sampler),
+        total_size=_number(sampler, "total_size"),
+        batches=size_of(loader),
+        replicas=_number(sampler, "num_replicas"),
+        replica=_number(sampler, "rank"),
+        epoch=_number(sampler, "epoch"),
+        shuffle=_number(sampler, "shuffle"),
+        drop_last=any(getattr(each, "drop_last", None) is True for each in (*samplers, loader)),
+        is_stream=iterator._dataset_kind == dataloader._DatasetKind.Iterable,
+        workers=loader.num_workers,
+        contents=contents,
+        listed=listed,
+    )
+
+
+def _samplers(loader):
+    """Return a loader's sampler, of batches or of items, and those that are in it."""
+    samplers = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
+    while len(samplers) < 5:
+        inner = getattr(samplers[-1], "sampler", None)
+        if inner is None:
+            break
+        samplers.append(inner)
+    return samplers
+
+
+def _number(sampler, name):
+    """Return an attribute of a sampler that is an integer or a bool, else None."""
+    value = getattr(sampler, name, None)
+    return value if isinstance(value, int) else None
+
+
+@around(dataloader._BaseDataLoaderIter, "__next__", even_if_it_fails=True)
+def next_batch(args, kwargs):
+    """Follow the batches of a pass."""
+    stand("the loader", where())
+    begin = now()
+    batch = yield
+    span("loading", begin, now())
+    stand("")
+    known = state.of_iterators.get(args[0])
+    if batch is RAISED:
+        _end(known, exhausted=isinstance(sys.exc_info()[1], StopIteration))
+        return
+    counters.batches += 1
+    if known is not None:
+        counters.feeding = known
+        _take(known, batch)
+
+
+def _take(known, batch):
+    """Add a batch to what is known of its pass; note that after 4, 8, 16, ... batches."""
+    place, known.batches = known.batches, known.batches + 1
+    known.gradients = known.gradients or torch.is_grad_enabled()
+    first = next(tensors_in(batch), None)
+    if first is not None and first.dim() and readable(first):
+        known.rows += len(first)
+        if known.pass_of_loader < 20 and place < 32:
+            known.batch_bits.append(bits(first))
+        if known.pass_of_loader < 2 and place < 300:
+            known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
+    if place > 2 and (known.batches & place) == 0:  # a power of two
+        _note_progress(known)
+
+
+def _note_progress(known, **fields):
+    note(
+        Progress,
+        pass_number=known.number,
+        batches=known.batches,
+        rows=known.rows,
+        items=known.items,
+        order=known.order,
+        index_sum=known.index_sum,
+        sketch=known.sketch,
+        rising=known.rising,
+        batch_bits=known.batch_bits,
+        content=known.content,
+        backwards=counters.backwards - known.backwards_before,
+        gradients=known.gradients,
+        **fields,
+    )
+
+
+def _end(known, exhausted):
+    """Note that a pass is over, unless it was before, and how schedules stand by then."""
+    if known is None or known.over:
+        return
+    known.over = True
+    state.ended = EndedPass(known.number, counters.backwards, counters.batches)
+    modes = model.modes(optimizer.steps())
+    _note_progress(
+        known, over=True, exhausted=exhausted, modes_before=known.modes_before, modes_after=modes
+    )
+    schedules.note_all()
+
+
+def _note_after_pass():
+    """Note the backward passes since the last pass that no other loader has fed."""
+    ended, state.ended = state.ended, None
+    if ended is not None:
+        fed = counters.batches - ended.batches
+        backwards = counters.backwards - ended.backwards - fed
+        note(AfterPass, pass_number=ended.number, backwards=backwards)
+
+
+def end_all():
+    """Note that all passes are over: the process leaves its group, or ends."""
+    for known in list(state.recent.values()):
+        _end(known, exhausted=False)
+    _note_after_pass()

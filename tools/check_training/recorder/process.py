@@ -1,0 +1,221 @@
+"""Joining and leaving the default group, and collective calls: notes Joined, Left, Uses, Call.
+
+A group of the script's own counts its calls by itself. Threads may call several groups at once.
+"""
+
+import atexit
+import functools
+import os
+import sys
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import Join
+
+from ..records.process import Call, Joined, Left
+from . import model, optimizer, passes
+from .counters import counters
+from .fingerprints import bits, readable, tensors_in
+from .hooks import RAISED, around, at_start, before, replace, safely
+from .notebook import note, now, number_in_environment, open_files, stand, uses
+from .script_lines import where
+from .state import kept, switch
+from .times import span
+
+COLLECTIVES = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+]
+TO_ONE = [
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+]
+MOST_CALLS = 3000  # that are noted, in each group
+# Settings with which each step waits: for the GPU, and for a check of all calls.
+DEBUGGING = (("CUDA_LAUNCH_BLOCKING", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+
+
+@dataclass
+class Groups:
+    """The groups in which this process has made calls."""
+
+    names: dict[str, str] = field(default_factory=dict)  # {torch's name: Call.group}
+    calls: dict[str, int] = field(default_factory=dict)  # {Call.group: how many}
+
+
+state = kept(Groups())
+
+
+# ---- Joining and leaving ----
+
+
+@at_start
+def follow_the_group():
+    """Turn the recorder on in each process that joins a group, also in one that was forked."""
+    join = c10d.init_process_group
+
+    @functools.wraps(join)
+    def init_process_group(*args, **kwargs):
+        result = join(*args, **kwargs)
+        switch.on = not os.path.exists(switch.failure)
+        safely(joined)
+        return result
+
+    replace(c10d, "init_process_group", init_process_group, also=[dist])
+    atexit.register(safely, finish)
+
+
+def joined():
+    """Note that the process has joined the default group, and count its calls anew."""
+    open_files()
+    counters.phase = 0
+    state.__init__()
+    note(
+        Joined,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_world_size=number_in_environment("LOCAL_WORLD_SIZE"),
+        host=os.uname().nodename,
+        attempt=number_in_environment("TORCHELASTIC_RESTART_COUNT") or 0,
+        cores=len(os.sched_getaffinity(0)),
+        debugging=[f"{name}={on}" for name, on in DEBUGGING if os.environ.get(name) == on],
+    )
+
+
+@before(c10d, "destroy_process_group", also=[dist])
+def leaves(args, kwargs):
+    """Note that the process leaves the default group."""
+    if not args and not kwargs.get("group"):
+        finish()
+
+
+def finish():
+    """Note that the process leaves the default group, or ends, and what only an end shows."""
+    passes.end_all()
+    note(Left, steps=optimizer.steps())
+
+
+# ---- What no rule can look into ----
+
+
+def sends_to_one(args, kwargs):
+    """Note that the script sends to single ranks."""
+    uses("to_one")
+
+
+for _name in TO_ONE:
+    before(c10d, _name, also=[dist], closed=True)(sends_to_one)
+
+
+@before(c10d, "new_group", also=[dist], closed=True)
+def makes_a_group(args, kwargs):
+    """Note that the script has groups of its own."""
+    uses("groups")
+
+
+@before(Join, "__enter__")
+def joins_unequal_inputs(args, kwargs):
+    """Note that the script lets ranks have unequal numbers of batches."""
+    uses("join")
+
+
+# ---- Collective calls ----
+
+
+def collective(name, args, kwargs):
+    """Note a collective call, when it has ended or failed."""
+    group = _group(args, kwargs)
+    if group is None:
+        yield  # this rank has no part in it
+        return
+    fields = {"name": name, "line": where(), "group": group, "phase_begun": counters.phase}
+    fields["unheld"] = _unheld(name, args, kwargs)
+    number = state.calls.get(group, 0)
+    state.calls[group] = number + 1
+    first = next(tensors_in([*args[:2], *kwargs.values()]), None)
+    if first is not None:
+        counters.small_sums += first.numel() <= 16
+        fields |= {"dtype": str(first.dtype).removeprefix("torch."), "elements": first.numel()}
+        fields["is_gradient"] = name == "all_reduce" and _is_gradient(first)
+        fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
+    stand(name, fields["line"])
+    begin = now()
+    result = yield
+    counters.phase += 1
+    span("collective", begin, now())
+    stand("")
+    if number < MOST_CALLS:
+        note(Call, number=number, phase=counters.phase, failed=result is RAISED, **fields)
+
+
+for _name in COLLECTIVES:
+    _options = {"also": [dist], "closed": True, "even_if_it_fails": True}
+    around(c10d, _name, **_options)(functools.partial(collective, _name))
+
+
+def _group(args, kwargs):
+    """Return Call.group of a call, or None: this rank is not in the group."""
+    given, outside = [kwargs.get("group"), *args], c10d.GroupMember.NON_GROUP_MEMBER
+    if any(type(each) is type(outside) and each == outside for each in given):
+        return None
+    group = next((each for each in given if isinstance(each, dist.ProcessGroup)), None)
+    if group is None:
+        return ""
+    name = group.group_name
+    if name not in state.names:
+        ranks = sorted(dist.get_process_group_ranks(group))
+        state.names[name] = "" if group is dist.group.WORLD else f"{ranks}#{name}"
+    return state.names[name]
+
+
+def _unheld(name, args, kwargs):
+    """Return Call.unheld: the bits of an all_reduce's tensor if nobody else holds it, or None."""
+    if name != "all_reduce" or not args or kwargs.get("async_op"):
+        return None
+    # One reference is that of args, and one is made for this call.
+    if sys.getrefcount(args[0]) != 2 or not readable(args[0], optimizer.steps()):
+        return None
+    # The memory may be another tensor's, too: it has more users then than that of a new one.
+    users, users_of_new = (
+        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        for tensor in (args[0], torch.empty(1, device="cpu"))
+    )
+    return bits(args[0]) if users == users_of_new else None
+
+
+def _is_gradient(tensor):
+    """Return whether a tensor is a gradient that DDP has averaged; asked in the first steps."""
+    if not model.state.exchanges or optimizer.steps() >= 30:
+        return False
+    parameters = (known.reference() for known in model.state.parameters.values())
+    return any(each is not None and each.grad is tensor for each in parameters)
+
+
+def _one_for_all(args, kwargs):
+    """Return whether slots of an all_gather's list are the same tensor."""
+    slots = args[0] if args else kwargs.get("tensor_list")
+    if not isinstance(slots, list) or not slots[0].numel():
+        return False
+    return len({slot.data_ptr() for slot in slots}) < len(slots)

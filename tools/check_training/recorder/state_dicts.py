@@ -1,0 +1,91 @@
+"""A module's state_dict() and load_state_dict(): notes LoadedIntoModel.
+
+A state_dict() shares the memory of its module. One that is saved later than it was made holds what
+the module has become by then.
+"""
+
+import collections
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from ..records.model import LoadedIntoModel
+from . import model, optimizer
+from .fingerprints import tensors_in
+from .hooks import after
+from .notebook import count, note
+from .script_lines import where
+from .state import kept
+
+PREFIXES = ("module.", "_orig_mod.", "model.")  # that DDP, torch.compile and AveragedModel add
+
+
+@dataclass(slots=True)
+class KnownState:
+    """A result of state_dict()."""
+
+    reference: weakref.ref
+    module: weakref.ref
+    steps: int  # when it was made
+    memory: int  # address of its first tensor
+
+
+@dataclass
+class StateDicts:
+    """The results of state_dict() that may still be there."""
+
+    made: dict[int, KnownState] = field(default_factory=dict)  # {id of each: it}
+
+
+state = kept(StateDicts())
+
+
+@after(torch.nn.Module, "state_dict", closed=True)
+def made(result, args, kwargs):
+    """Remember at which step a state_dict() was made."""
+    if len(state.made) > 200:
+        state.made = {
+            key: known for key, known in state.made.items() if known.reference() is not None
+        }
+    first = next(tensors_in(result), None)
+    if first is not None and isinstance(result, collections.OrderedDict):
+        state.made[id(result)] = KnownState(
+            weakref.ref(result), weakref.ref(args[0]), optimizer.steps(), first.data_ptr()
+        )
+
+
+def age(content):
+    """Return by how many steps a state_dict() that has changed with its module is older; or 0."""
+    known = state.made.get(id(content))
+    if known is None or known.reference() is not content:
+        return 0
+    module = known.module()
+    if module is None or known.memory not in {each.data_ptr() for each in module.parameters()}:
+        return 0
+    return optimizer.steps() - known.steps
+
+
+@after(torch.nn.Module, "load_state_dict", closed=True)
+def loaded(result, args, kwargs):
+    """Note what a module has loaded."""
+    if count("loaded into a model") >= 100:
+        return
+    module, given = args[0], args[1] if len(args) > 1 else kwargs.get("state_dict", {})
+    own = {*module.state_dict()}
+    note(
+        LoadedIntoModel,
+        line=where(),
+        steps=optimizer.steps(),
+        entries=len(given),
+        fitting=len(own & {*given}),
+        prefix=next((prefix for prefix in PREFIXES if _between(prefix, own, given)), ""),
+        age=age(given),
+        is_ddp=any(module in (ddp, ddp.module) for ddp in list(model.state.wrappers)),
+    )
+
+
+def _between(prefix, own, given):
+    """Return whether a prefix is what keeps names of one side from fitting those of the other."""
+    without, with_it = {key.removeprefix(prefix) for key in given}, {prefix + key for key in given}
+    return bool(own & without or own & with_it)

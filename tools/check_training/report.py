@@ -1,0 +1,205 @@
+"""Puts together what is said of a command, and prints it."""
+
+import json
+import pathlib
+import textwrap
+from dataclasses import dataclass, replace
+
+from . import times
+from .findings import Found, judge_all
+from .records.files import Save
+from .records.model import Buffers
+from .rules import RULES
+
+TOP = pathlib.Path(__file__).absolute().parents[2]  # where the pages are
+COLUMNS = 100  # of a printed line
+LEVELS = {True: "found", False: "asked"}  # in the file of --json: is it a Found?
+NOT_LOOKED_INTO = {  # {a name in FEATURES: what is not seen of it}
+    "shards": "the weights of DTensors or FSDP (their ranks hold parts)",
+    "to_one": "what ranks send to each other one by one (a pipeline)",
+    "groups": "which groups should hold the same weights, where DDP does not say so",
+    "join": "weights and unequal shares, as Join is used",
+}
+
+
+@dataclass(slots=True)
+class Report:
+    """All that is said."""
+
+    findings: list  # those that are Found first
+    lines: list[str]  # the times, and what was not seen
+    steps: dict | None  # {rank: {step: StepTimes}} for a picture; None: there are too few
+    status: int  # of the tool: 0 nothing found, 1 found or nothing seen
+
+
+def put_together(records, watched, seconds, stall):
+    """Return a Report. watched: a Watched. seconds, stall: the options, as of watching.watch()."""
+    judgement = judge_all(records, RULES)
+    findings = list(judgement.findings)
+    several = [run for run in records.runs if len(run.ranks) > 1]
+    longest = max(several, key=lambda run: (run.first.steps_taken, run.first.begin), default=None)
+    lines, steps_to_draw = [], None
+    if longest is not None:
+        steps = times.aligned(longest)
+        table = times.parts_of_steps(steps)
+        lines += times.lines_of(longest, table)
+        findings += [each for each in times.findings_of(table) if each not in findings]
+        if longest.first.steps_taken > 4:
+            steps_to_draw = steps
+    if watched.ended == "stall":
+        stands_still = Found(
+            f"it stands still for {stall:g} s: {where_ranks_stand(records)}",
+            read="pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
+        )
+        if "calls" in judgement.wrong:  # its cause
+            findings.append(stands_still)
+        else:
+            findings.insert(0, stands_still)
+    elif watched.status and not watched.ended:
+        fails = Found(f"the script fails, with status {watched.status}", watched.error)
+        findings.insert(0, fails)
+    lines += why_nothing_is_found(records, watched, seconds, findings, longest)
+    failed = "the recorder failed in a process, which ran on without it: "
+    lines += [failed + failure for failure in sorted(set(records.failures))]
+    if watched.ended == "seconds":
+        lines.append(f"ended after {seconds:g} s (--seconds): what comes later was not seen")
+    lines += what_was_seen(records)
+    findings.sort(key=lambda each: not isinstance(each, Found))
+    found = any(isinstance(each, Found) for each in findings)
+    nothing_seen = not records.runs and not records.strangers
+    return Report(with_places(findings), lines, steps_to_draw, int(found or nothing_seen))
+
+
+def where_ranks_stand(records):
+    """Return "rank 0 in all_reduce at train.py:42; rank 1 in no call of torch"."""
+    if records.runs:
+        ranks = sorted(records.runs[-1].ranks.items())
+    else:
+        ranks = [*enumerate(records.strangers)]
+    return "; ".join(
+        f"rank {number} {rank.where or 'in no call of torch'}" for number, rank in ranks[:8]
+    )
+
+
+def all_ranks(records):
+    """Return the ranks of all runs, and the processes without a group."""
+    return [rank for run in records.runs for rank in run.ranks.values()] + records.strangers
+
+
+def why_nothing_is_found(records, watched, seconds, findings, longest):
+    """Yield the line that says why there are no findings, if there is something to say.
+
+    longest: the run of several ranks that was longest, or None.
+    """
+    ranks = all_ranks(records)
+    if not ranks:
+        if watched.ended == "seconds":
+            yield (f"no process came to training within {seconds:g} s: --seconds gives it more")
+        elif watched.status:
+            yield "no process came to training"
+        else:
+            yield (
+                "no process of the command was seen to train: python -I and -E, and a PYTHONPATH"
+                " that the script sets anew, keep the recorder out"
+            )
+    elif not any(rank.steps for rank in ranks):
+        yield (
+            "no optimizer of torch took a step, so there was nothing to judge. Does it find a"
+            " finished checkpoint? Then start it in a new folder"
+        )
+    elif not findings:
+        yield "nothing found" if longest else "one rank alone: there was nothing to compare"
+
+
+def what_was_seen(records):
+    """Yield two lines: what was looked at, and what was not seen."""
+    ranks = all_ranks(records)
+    most_ranks = max((len(run.ranks) for run in records.runs), default=0)
+    steps = max((rank.steps_taken for rank in ranks), default=0)
+    compared = [len(numbers) for rank in ranks for numbers in rank.steps.values()]
+    passes = max((len(rank.passes) for rank in ranks), default=0)
+    saves = max((len(rank.records(Save)) for rank in ranks), default=0)
+    yield (
+        f"looked at: ranks {most_ranks}, starts {len(records.runs)}; of a rank: steps {steps}"
+        f" ({max(compared, default=0)} bit by bit), passes over loaders {passes}, saves {saves}"
+    )
+    yield "not seen: " + "; ".join(what_was_not_seen(records))
+
+
+def what_was_not_seen(records):
+    """Return a list of texts."""
+    ranks = all_ranks(records)
+    features = set().union(*(run.features for run in records.runs))
+    unseen = [text for feature, text in NOT_LOOKED_INTO.items() if feature in features]
+    passes = [each for rank in ranks for each in rank.passes]
+    if not passes:
+        unseen.append("the data: no DataLoader was used (only what goes into DDP is compared)")
+    elif not any(each.progress.over and each.trains for each in passes):
+        unseen.append("whole epochs: none was finished")
+    if not any(rank.records(Buffers) for rank in ranks):
+        unseen.append("buffers (those of DDP's models are compared in step 9)")
+    if len(records.runs) < 2:
+        unseen.append("a restart")
+    devices = {note.device for rank in ranks for note in rank.optimizers.values()}
+    if devices - {"cpu"}:
+        unseen.append("weights on GPUs after the first 20 steps")
+    return [*unseen, "whether loss, rates and masks are as you mean"]
+
+
+def with_places(findings):
+    """Return the findings with whole paths of their pages, unless the reader is where they are."""
+    if not (TOP / "pitfalls").is_dir() or pathlib.Path.cwd() == TOP:
+        return findings
+    return [replace(each, read=each.read and f"{TOP}/{each.read}") for each in findings]
+
+
+def show(report):
+    """Print a Report."""
+    print(f"\n{'-' * 20} check_training {'-' * 20}")
+    for each in report.findings:
+        first = "found: " if isinstance(each, Found) else "question: "
+        indent = " " * len(first)
+        page = f"read {each.read}" if each.read else ""
+        show_line(each.what, first, indent)
+        for text in filter(None, (each.why, page)):
+            show_line(text, indent, indent)
+    for line in report.lines:
+        show_line(line, "", "    ")
+
+
+def show_line(text, first, indent):
+    """Print a line, 100 columns wide at most where it has spaces. A table's rows stay.
+
+    first: what stands before it. indent: what stands before what follows.
+    """
+    if first or len(text) > COLUMNS:
+        text = textwrap.fill(
+            text,
+            COLUMNS,
+            initial_indent=first,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    print(text, flush=True)
+
+
+def as_json(report, watched):
+    """Return a Report as JSON, for another program."""
+    said = [
+        {
+            "level": LEVELS[isinstance(each, Found)],
+            "what": each.what,
+            "cost": each.why,
+            "read": each.read,
+        }
+        for each in report.findings
+    ]
+    content = {
+        "status": report.status,
+        "script_status": watched.status,
+        "ended": watched.ended,
+        "lines": report.lines,
+        "said": said,
+    }
+    return json.dumps(content, indent=1) + "\n"

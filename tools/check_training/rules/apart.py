@@ -1,0 +1,70 @@
+"""What is known of weights that have come apart, for the rule and for the reasons."""
+
+from dataclasses import dataclass
+
+from ..records.model import Wrapped
+from ..records.optimizer import Optimizer
+from ..runs import Run, Steps
+
+
+@dataclass(slots=True)
+class Apart:
+    """The weights of one optimizer have come apart."""
+
+    run: Run
+    steps: Steps  # of the ranks that should hold the same
+    optimizer: Optimizer
+    wrapped: Wrapped | None  # the DDP object of its parameters; None: they are in none
+    common: list[int]  # numbers of the steps that all ranks have noted
+    bad: list[int]  # of these, those before which the weights differ
+    since: int  # the last of them before the weights differ: this step took them apart
+
+    @property
+    def ranks(self):
+        """The ranks that should hold the same."""
+        return [*self.steps.of]
+
+    @property
+    def from_the_first(self):
+        """Whether the weights differ before any step."""
+        return self.bad[0] == 0
+
+    @property
+    def row(self):
+        """The step that took them apart, a Step of each rank."""
+        return [*self.steps.at(self.since).values()]
+
+    @property
+    def step(self):
+        """The step that took them apart, on the first of the ranks."""
+        return self.row[0]
+
+    @property
+    def gradients(self):
+        """The places of the parameters whose gradients differ in that step."""
+        return places_that_differ(self.row, "gradients")
+
+    def name_of(self, place):
+        """Return DDP's name of a parameter, or None if it is not DDP's."""
+        name = self.optimizer.names[place]
+        return name and name.name
+
+
+def wrapper_of(run, note):
+    """Return the Wrapped whose parameters an Optimizer has; None if there is none."""
+    names = [name for name in note.names if name is not None]
+    return run.wrapped.get(names[0].ddp) if names else None
+
+
+def places_that_differ(row, what):
+    """Return the places of the parameters whose weights or gradients differ between ranks.
+
+    row: a Step of each rank. what: "weights" or "gradients". Weights that a rank has not read are
+    not compared; a gradient that it does not have is another one.
+    """
+    places = []
+    for place, prints in enumerate(zip(*(getattr(step, what) for step in row), strict=False)):
+        bits = {each and each.bits for each in prints}
+        if len(bits) > 1 and (what == "gradients" or None not in prints):
+            places.append(place)
+    return places

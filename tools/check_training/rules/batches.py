@@ -1,0 +1,265 @@
+"""Which items and batches come, in which order, and how many on each rank?"""
+
+import itertools
+import statistics
+
+from ..findings import Found, Question, rule
+from ..records.data import SetEpoch
+from ..words import differ, most, on_each
+from .pages import CLIP, SHARE
+
+
+@rule()
+def same_order_in_each_epoch(run):
+    """The items come in the same order in each epoch.
+
+    Looks alike, and is right: no shuffle (the numbers rise), one batch, and a pass that was broken
+    off and is done again on purpose.
+    """
+    for loader in run.training_loaders():
+        for rank, passes in loader.passes.items():
+            whole = [each for each in passes if is_whole(each)]
+            if len(whole) < 2 or differ(each.progress.order for each in whole):
+                continue
+            first = whole[0]
+            if first.progress.rising or first.start.shuffle is False:
+                continue
+            calls = run.ranks[rank].records(SetEpoch)
+            why = why_the_order_stays(passes, first, calls)
+            yield Found(
+                f"the items come in the same order in each epoch ({loader.line},"
+                f" {len(whole)} passes): {why}",
+                "",
+                "pitfalls/no_set_epoch.py",
+            )
+            break
+
+
+def is_whole(one):
+    """Return whether a LoaderPass has come to its end, with several batches."""
+    progress = one.progress
+    return progress.exhausted and progress.items > 1 and progress.batches > 1
+
+
+def why_the_order_stays(passes, first, calls):
+    """Return in words why a rank's sampler draws the same in each pass.
+
+    passes: the rank's LoaderPass objects over the loader. first: the first whole one. calls: its
+    SetEpoch records.
+    """
+    samplers = {each.start.sampler_object for each in passes}
+    for call in calls:
+        if call.sampler_object not in samplers:
+            return f"set_epoch at {call.line} is called on another sampler"
+    if calls and not differ(call.epoch for call in calls):
+        return f"set_epoch at {calls[0].line} always gets the same number"
+    if first.start.replicas is not None:
+        return "set_epoch(epoch) is not called"
+    return "its sampler draws the same again"
+
+
+@rule(unless={"data", "split"})
+def other_sets(run):
+    """A DistributedSampler shares out sets that differ by rank: the rest of each is never seen.
+
+    It is a question: each rank's set may be its own.
+    """
+    for loader in loaders_shared_out(run):
+        firsts = loader.firsts
+        known = {
+            repr((each.start.contents, each.start.listed))
+            for each in firsts
+            if each.start.contents or each.start.listed
+        }
+        if len(known) == len(run.ranks) and not differ(each.start.length for each in firsts):
+            yield Question(
+                f"each rank has another dataset ({loader.line}), and a DistributedSampler takes 1"
+                f" of {run.world_size} items of it",
+                "is it made of random numbers without a seed, or shared out twice? The rest is"
+                " never seen",
+                "pitfalls/unseeded_dataset.py",
+                once="other sets",
+            )
+
+
+@rule(unless={"data", "split"})
+def shares_overlap(run):
+    """The shares of one set overlap: the ranks' samplers shuffle by other seeds.
+
+    Looks alike, and is right: the few items by which a sampler pads, draws with replacement.
+    """
+    for loader in loaders_shared_out(run):
+        firsts = loader.firsts
+        if not all(each.progress.exhausted for each in firsts):
+            continue
+        if differ((each.start.contents, each.start.listed, each.start.epoch) for each in firsts):
+            continue
+        sketches = [set(each.progress.sketch) for each in firsts]
+        common, own = len(set.intersection(*sketches)), len(sketches[0])
+        if common > max(run.world_size, 0.02 * own):
+            yield Found(
+                f"the ranks' shares overlap ({loader.line}): {common / own:.0%} of one rank's items"
+                " are also another's",
+                "the samplers shuffle by other seeds, or sets in another order: some items are"
+                " never seen",
+                SHARE,
+            )
+
+
+def loaders_shared_out(run):
+    """Return the Loaders whose DistributedSampler shares out to all ranks, on several of them."""
+    return [
+        loader
+        for loader in run.training_loaders()
+        if len(loader.passes) > 1
+        and all(each.start.replicas == run.world_size for each in loader.firsts)
+    ]
+
+
+@rule()
+def stream_from_each_worker(run):
+    """Each batch comes several times: every worker of a loader reads the whole stream.
+
+    Looks alike, and is right: one constant batch.
+    """
+    for loader in run.training_loaders():
+        first = loader.firsts[0]
+        workers, bits = first.start.workers, first.progress.batch_bits
+        if not first.start.is_stream or workers < 2 or len(set(bits)) < 2:
+            continue
+        again = sum(one == other for one, other in itertools.pairwise(bits))
+        expected = len(bits) * (1 - 1 / workers)
+        if again >= 0.8 * expected > 2:
+            yield Found(
+                f"each batch of the stream comes {workers} times ({loader.line}): once from each"
+                " worker",
+                "share it out by torch.utils.data.get_worker_info(), too",
+                "recipes/stream.py",
+            )
+
+
+@rule()
+def first_batch_again(run):
+    """A new iterator is made for each batch, so each step takes the first one.
+
+    It is a question where the batches differ: the sampler may shuffle each time.
+    """
+    for loader in run.training_loaders():
+        passes = next(iter(loader.passes.values()))
+        single = [each for each in passes if takes_one_batch(each)]
+        if len(single) < 8 or len(single) < len(passes):
+            continue
+        bits = [each.progress.batch_bits[0] for each in single if each.progress.batch_bits]
+        kind = Found if bits and len(set(bits)) < len(bits) / 2 else Question
+        yield kind(
+            f"each step begins a new pass over the loader ({loader.line}), and takes its first"
+            " batch",
+            f"{len(bits)} such batches, {len(set(bits))} different ones: make the iterator once,"
+            " before the steps",
+        )
+
+
+def takes_one_batch(one):
+    """Return whether a LoaderPass was left after one batch of several."""
+    progress = one.progress
+    return progress.batches == 1 and not progress.exhausted and one.start.batches != 1
+
+
+@rule(unless={"calls"})
+def batches_differ_in_size(run):
+    """The batches of one DDP object differ in size between ranks in most steps.
+
+    Looks alike, and is right: a loss that is weighed by hand (then a small sum over the ranks comes
+    in each step), and Join.
+    """
+    if "join" in run.features:
+        return
+    small_sums = [
+        step.small_sums
+        for steps in run.optimizers()
+        for of in steps.of.values()
+        for step in of.values()
+    ]
+    if statistics.median(small_sums or [0]) >= 1:
+        return
+    for forwards in run.forwards():
+        common = forwards.common
+        rows = [
+            {rank: each.rows for rank, each in forwards.at(number).items()} for number in common
+        ]
+        uneven = [row for row in rows if differ(row.values())]
+        if most(len(uneven), len(common)):
+            yield Question(
+                f"the ranks' batches differ in size in {len(uneven)} of {len(common)} steps: "
+                + on_each(uneven[0]),
+                "DDP's mean weighs ranks alike, not items: weigh the loss, unless each rank's batch"
+                " is meant to count the same",
+                "pitfalls/mean_of_unequal_shards.py",
+            )
+
+
+@rule(unless={"calls"}, asks_if={"models", "weights"})
+def passes_differ_in_length(run):
+    """The ranks train on other numbers of batches in a pass over a loader.
+
+    Looks alike, and is right: Join, a run that was cut, a difference of one batch or of 2%. It is a
+    question where each rank trains a model of its own.
+    """
+    if "join" in run.features or run.cut:
+        return
+    for loader in run.training_loaders():
+        if not len(loader.passes) == len(run.ranks) > 1:
+            continue
+        counts = {
+            rank: [each.progress.backwards for each in passes if each.progress.over]
+            for rank, passes in loader.passes.items()
+        }
+        for number, row in enumerate(zip(*counts.values(), strict=False)):
+            if max(row) - min(row) > 1 and max(row) > 1.02 * min(row):
+                kind = Found if run.wrapped else Question
+                yield kind(
+                    f"in pass {number + 1} over the loader ({loader.line}) the ranks train on other"
+                    f" numbers of batches: {on_each(dict(zip(counts, row, strict=True)))}",
+                    "",
+                    "pitfalls/uneven_inputs.py",
+                )
+                break
+
+
+@rule(unless={"calls"})
+def batch_skipped_alone(run):
+    """Before some steps, the ranks took different numbers of batches.
+
+    Looks alike, and is right: Join, and ranks that differ in most steps (one reads more at once).
+    """
+    if "join" in run.features or not run.wrapped:
+        return
+    for steps in run.optimizers():
+        common = steps.common
+        odd = [n for n in common if differ(step.batches for step in steps.at(n).values())]
+        if len(steps.of) < 2 or not 0 < len(odd) < len(common) / 2 or max(common) < 8:
+            continue
+        row = steps.at(odd[0])
+        yield Question(
+            f"before step {odd[0] + 1} ({row[min(row)].line}) the ranks took different numbers of"
+            f" batches: {on_each({rank: step.batches for rank, step in row.items()})}",
+            "a rank that skips a batch alone is a step ahead: gradients of different steps are"
+            " averaged",
+            CLIP,
+        )
+        return
+
+
+@rule()
+def loader_is_empty(run):
+    """A loader yields nothing, and nothing is trained.
+
+    Looks alike, and is right: an evaluation (then some steps are taken).
+    """
+    for rank in run.ranks.values():
+        for each in rank.passes:
+            if each.progress.exhausted and not each.progress.batches and not rank.steps:
+                yield Found(
+                    f"the loader of {each.start.line} yields no batch: nothing is trained",
+                    f"{each.start.length} items, drop_last: {each.start.drop_last}",
+                )

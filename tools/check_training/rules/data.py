@@ -1,0 +1,219 @@
+"""Does each rank get its share of one set?"""
+
+import collections
+
+from ..findings import Found, Question, rule
+from ..records.data import SubsetMade
+from ..words import differ, in_words, most
+from .pages import SHARE, SILENT
+
+
+@rule("data")
+def sampler_told_wrong(run):
+    """A DistributedSampler was told another number of ranks than there are, or one rank twice.
+
+    Looks alike, and is right: tensor parallel beside data parallel. So it is compared with the
+    groups of DDP, and not at all where the model may be split.
+    """
+    if run.may_split_the_model:
+        return
+    sizes = {len(wrapped.group) for wrapped in run.wrapped.values()} or {run.world_size}
+    for loader in run.training_loaders():
+        samplers = {rank: passes[0].start for rank, passes in loader.passes.items()}
+        if any(sampler.replicas is None for sampler in samplers.values()):
+            continue
+        wrong = {sampler.replicas for sampler in samplers.values()} - sizes
+        shares = {(sampler.replicas, sampler.replica) for sampler in samplers.values()}
+        on_all_ranks = len(samplers) == len(run.ranks) and sizes == {run.world_size}
+        twice = on_all_ranks and len(shares) < len(samplers)
+        if wrong or twice:
+            what = "number of ranks" if wrong else "rank"
+            told = [
+                f"rank {rank} is {sampler.replica} of {sampler.replicas}"
+                for rank, sampler in [*samplers.items()][:4]
+            ]
+            yield Found(
+                f"the sampler of {loader.line} was told a wrong {what}: {'; '.join(told)}",
+                f"there are {run.world_size} ranks: some take the same items",
+                SHARE,
+            )
+
+
+@rule("split")
+def subsets_differ(run):
+    """Ranks that split one set split it unlike: what one trains on, another may test on.
+
+    Looks alike, and is right: shards by rank (nothing in common), sets of their own.
+    """
+    for subsets in subsets_by_key(run):
+        one = subsets[0]
+        whole = [(each.of_length, each.contents, each.listed) for each in subsets]
+        if len(subsets) < 2 or differ(whole) or not differ(each.order for each in subsets):
+            continue
+        sketches = [set(each.sketch) for each in subsets]
+        common, least = len(set.intersection(*sketches)), min(map(len, sketches))
+        same_items = not differ(each.length for each in subsets) and not differ(
+            sorted(sketch) for sketch in sketches
+        )
+        if least and same_items:
+            yield Found(
+                f"the items of Subset ({one.line}) stand in another order on each rank",
+                "shares by place overlap, and leave items out: sort them, or seed it",
+                "pitfalls/unseeded_dataset.py",
+            )
+        elif least and common / least > 0.02:
+            yield Found(
+                f"each rank splits the set in its own way ({one.line}): {common / least:.0%} of"
+                " the items are in all ranks' parts",
+                "one tests on what another trains on: pass"
+                " generator=torch.Generator().manual_seed(0)",
+                "pitfalls/unseeded_dataset.py",
+                once=f"split {one.line}",
+            )
+
+
+def subsets_by_key(run):
+    """Return lists of the SubsetMade of the ranks that have made the same Subset."""
+    found = collections.defaultdict(dict)
+    for rank, subsets in run.records_by_rank(SubsetMade).items():
+        for each in subsets:
+            found[each.key][rank] = each
+    return [[*subsets.values()] for subsets in found.values()]
+
+
+@rule("split")
+def entries_in_another_order(run):
+    """A list of the dataset, its files or classes, has the same entries in another order on ranks.
+
+    Looks alike, and is right: other entries on each rank, which are shards.
+    """
+    for loader in run.training_loaders():
+        lists = [each.start.listed for each in loader.firsts]
+        for name in lists[0]:
+            if not all(name in each for each in lists):
+                continue
+            order = differ(each[name].order for each in lists)
+            if order and not differ(each[name].entries for each in lists):
+                yield Found(
+                    f"the dataset's {name!r} has the same entries in another order on each rank"
+                    f" ({loader.line})",
+                    "sort it: labels or shares mean different things",
+                    SILENT,
+                )
+
+
+@rule("data", unless={"data"})
+def same_batches(run):
+    """All ranks of a DDP object train on the same batches.
+
+    Looks alike, and is right: ranks that split the model (compared is what goes into one DDP
+    object), and one constant batch.
+    """
+    for forwards in run.forwards():
+        rows = [[each.batch for each in forwards.at(n).values()] for n in forwards.common]
+        same = how_many_are_the_same([row for row in rows if all(row)])
+        if same:
+            line = next(each.line for of in forwards.of.values() for each in of.values())
+            yield Found(
+                f"{in_words(forwards.of, run)} train on the same batches: {same} ({line})",
+                "the others add nothing: a DistributedSampler (or your own split by rank) is"
+                " missing",
+                SHARE,
+            )
+            return
+
+
+@rule("data")
+def same_batches_without_ddp(run):
+    """All ranks draw the same batches from their loaders, and there is no DDP.
+
+    It is a question: it is right where the ranks split the model.
+    """
+    if run.wrapped:
+        return
+    for loader in run.training_loaders():
+        if not len(loader.passes) == len(run.ranks) > 1:
+            continue
+        same = how_many_are_the_same([*zip(*loader.batch_bits(), strict=False)])
+        if same:
+            yield Question(
+                f"all ranks draw the same batches ({loader.line}): {same}",
+                "right where the ranks split the model; else the others add nothing",
+                SHARE,
+            )
+
+
+def how_many_are_the_same(rows):
+    """Return "30 of 32 that were compared" if most rows are the same on all ranks; else "".
+
+    rows: a list for each batch, of its bits on each rank. One or two batches that come again and
+    again are no sign.
+    """
+    kinds = {str(bits) for row in rows for bits in row}
+    same = sum(not differ(row) for row in rows)
+    if len(kinds) > 2 and most(same, len(rows)):
+        return f"{same} of {len(rows)} that were compared"
+    return ""
+
+
+@rule(unless={"data", "split"})
+def whole_set_on_each_rank(run):
+    """Each rank goes through the whole set in an order of its own: an epoch is so many epochs.
+
+    Looks alike, and is right: a set that was split before (its contents differ), draws with
+    replacement. Where the contents are not known, it is asked.
+    """
+    for loader in run.training_loaders():
+        firsts = loader.firsts
+        one = firsts[0]
+        if len(firsts) < len(run.ranks) or not goes_through_the_whole(firsts):
+            continue
+        sure = run.wrapped and one.progress.batches < 300
+        kind = Found if sure and are_one_set(firsts) and draw_all_items(firsts) else Question
+        doubt = "" if kind is Found else ", unless each rank has a set of its own"
+        yield kind(
+            f"each rank goes through all {one.start.length} items ({loader.line},"
+            f" {one.start.sampler})",
+            f"an epoch is {run.world_size} epochs{doubt}",
+            SHARE,
+        )
+
+
+def goes_through_the_whole(firsts):
+    """Return whether all samplers give the whole of sets that look the same.
+
+    firsts: the first LoaderPass of each rank.
+    """
+    start = firsts[0].start
+    if start.replicas or start.is_stream or not start.length:
+        return False
+    sets = [(each.start.length, each.start.contents, each.start.listed) for each in firsts]
+    if differ(sets):
+        return False
+    return all(each.start.share == each.start.length and each.start.batches for each in firsts)
+
+
+def are_one_set(firsts):
+    """Return whether the ranks' sets are known to be one: what is in them was read.
+
+    firsts: LoaderPass objects whose contents are the same, as far as they were read.
+    """
+    one = firsts[0]
+    if one.start.contents or one.start.listed:
+        return True
+    content = one.progress.content
+    return bool(content) and all(
+        each.progress.exhausted and abs(each.progress.content - content) <= 1e-6 * abs(content)
+        for each in firsts
+    )
+
+
+def draw_all_items(firsts):
+    """Return whether each rank has drawn as many items as there are, and the same ones."""
+    index_sum = firsts[0].progress.index_sum
+    return all(
+        each.progress.exhausted
+        and each.progress.items == each.start.length
+        and each.progress.index_sum == index_sum
+        for each in firsts
+    )

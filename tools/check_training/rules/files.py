@@ -1,0 +1,176 @@
+"""Files that ranks save and load."""
+
+import collections
+import itertools
+import os
+from dataclasses import dataclass
+
+from ..findings import Found, Question, rule
+from ..records.files import Load, Move, Save
+from ..records.model import LoadedIntoModel
+from ..words import in_words
+
+COPY = "keep a copy: copy.deepcopy(model.state_dict())"
+KEYS = "pitfalls/keys_with_module.py"
+
+
+@dataclass(slots=True)
+class SavedFile:
+    """One file, and who has saved it."""
+
+    host: str  # the same path on another machine may be another file
+    path: str
+    saves: dict[int, list[Save]]  # {rank: its saves}
+
+    @property
+    def name(self):
+        """Its name without the folders."""
+        return os.path.basename(self.path)
+
+
+def saved_files(run):
+    """Return the SavedFile of all files that ranks have saved."""
+    found = {}
+    for number, rank in run.ranks.items():
+        for save in rank.records(Save):
+            if not save.path or save.path.startswith("/dev/"):
+                continue
+            key = rank.host, save.path
+            file = found.setdefault(key, SavedFile(*key, {}))
+            file.saves.setdefault(number, []).append(save)
+    return [*found.values()]
+
+
+def nothing_keeps_apart(one, other):
+    """Return whether two ranks may do these at once. one, other: Save or Load, of two ranks."""
+    return one.phase_begun <= other.phase and other.phase_begun <= one.phase
+
+
+@rule("save")
+def several_save_one_file(run):
+    """Several ranks write one file.
+
+    Looks alike, and is right: files by rank, ranks that take turns, other machines' disks.
+    """
+    for file in saved_files(run):
+        first = next(iter(file.saves.values()))[0]
+        at_once = any(
+            nothing_keeps_apart(save, other_save)
+            for mine, others in itertools.combinations(file.saves.values(), 2)
+            for save, other_save in itertools.product(mine, others)
+        )
+        if at_once:
+            yield Found(
+                f"{in_words(file.saves, run)} save to one file, {file.name} ({first.line})",
+                "they write over each other: rank 0 alone saves, or each to a name of its own",
+                "pitfalls/every_rank_saves.py",
+                once=f"save {first.line}",
+            )
+
+
+@rule(unless={"save"})
+def loaded_while_it_is_saved(run):
+    """A rank reads what another is writing, and nothing lets it wait.
+
+    Looks alike, and is right: an order by a store, or by the clock. So it is only asked where the
+    two did not happen at the same time.
+    """
+    for file in saved_files(run):
+        moves = [move for rank in file.saves for move in run.ranks[rank].records(Move)]
+        paths = {file.path} | {move.path for move in moves if move.source == file.path}
+        for reader, loads in run.records_by_rank(Load).items():
+            if run.ranks[reader].host != file.host:
+                continue
+            for load in loads:
+                if load.path in paths:
+                    yield from races(file, reader, load)
+
+
+def races(file, reader, load):
+    """Yield a finding for each save of another rank that a rank's load may meet."""
+    for writer, saves in file.saves.items():
+        for save in saves:
+            if writer == reader or not nothing_keeps_apart(load, save):
+                continue
+            at_once = load.begin < save.time and save.begin < load.time
+            kind = Found if at_once else Question
+            yield kind(
+                f"rank {reader} loads {file.name} ({load.line}) while rank {writer} saves it"
+                f" ({save.line}), and nothing lets it wait",
+                "dist.barrier() between them",
+                "pitfalls/README.md#it-was-killed-and-something-is-lost",
+                once=f"race {reader} {file.path}",
+            )
+
+
+@rule()
+def saves_the_wrapper(run):
+    """The state of the DDP object is saved: another script cannot load it.
+
+    It is a question: the same script loads it into a DDP object.
+    """
+    for save in run.records(Save):
+        if save.names_of_wrapper:
+            yield Question(
+                f'{save.line} saves the state of the DDP object: its names begin with "module."',
+                "another script cannot load it: save model.module.state_dict()",
+                KEYS,
+            )
+
+
+@rule()
+def saves_what_has_changed(run):
+    """A state_dict() is saved that was taken before, and shares its memory with the model."""
+    for save in run.records(Save):
+        if save.age:
+            yield Found(
+                f"{save.line} saves a state_dict() that was taken {save.age} steps before, and has"
+                " changed with the model since",
+                COPY,
+                once=f"old {save.line}",
+            )
+
+
+@rule()
+def loads_what_has_changed(run):
+    """A state_dict() is loaded that was taken before, and shares its memory with the model."""
+    for load in run.records(LoadedIntoModel):
+        if load.age:
+            yield Found(
+                f"{load.line} loads a state_dict() of {load.age} steps before, which has changed"
+                " with the model since: nothing happens",
+                COPY,
+            )
+
+
+@rule()
+def loads_other_names(run):
+    """What is loaded has other names than the model, which stays as it was (strict=False)."""
+    for load in run.records(LoadedIntoModel):
+        if load.entries > 3 and load.fitting < load.entries / 10:
+            yield Found(
+                f"{load.line} loads {load.entries} entries, of which {load.fitting} fit the model:"
+                " it stays as it was",
+                f"their names differ by {load.prefix!r}" if load.prefix else "",
+                KEYS,
+            )
+
+
+@rule()
+def saved_in_place(run):
+    """The file from which the job goes on is written over in place: a kill meanwhile leaves none.
+
+    Looks alike, and is right: a file that is moved to its name afterwards.
+    """
+    loaded = sorted({load.path for load in run.records(Load) if load.path})
+    for rank in run.ranks.values():
+        saves = collections.Counter(save.path for save in rank.records(Save) if save.has_optimizer)
+        moved = {move.source for move in rank.records(Move)}
+        for path in loaded:
+            if saves[path] > 1 and path not in moved:
+                yield Found(
+                    f"{os.path.basename(path)}, from which the job goes on, is written over in"
+                    f" place {saves[path]} times",
+                    "a kill meanwhile leaves none: write beside it, then os.replace",
+                    "pitfalls/snapshot_in_place.py",
+                )

@@ -1,0 +1,246 @@
+"""What a step finds in .grad, and what is done to it before."""
+
+import collections
+import math
+from dataclasses import dataclass
+
+from ..findings import Found, Question, rule
+from ..records.model import Forward
+from ..records.optimizer import Clip, Optimizer, Step, ThrownAway
+from ..records.process import Call
+from ..runs import Rank
+from ..words import differ, in_words, most
+from .pages import CLIP
+
+
+@dataclass(slots=True)
+class OwnSteps:
+    """The steps that one rank takes with one optimizer."""
+
+    rank: Rank
+    optimizer: Optimizer
+    steps: list[Step]
+    where: str  # "(train.py:42, all ranks)": the line of the first, and who takes such steps
+
+
+def steps_of_each_rank(run):
+    """Return the OwnSteps of all ranks and optimizers."""
+    found = []
+    for rank in run.ranks.values():
+        for key, numbers in rank.steps.items():
+            steps = [*numbers.values()]
+            ranks = [number for number, other in run.ranks.items() if key in other.steps]
+            where = f"({steps[0].line}, {in_words(ranks, run)})"
+            found.append(OwnSteps(rank, rank.optimizers[key], steps, where))
+    return found
+
+
+@rule("stale")
+def never_cleared(run):
+    """Gradients are never cleared: each step adds to all before it.
+
+    Looks alike, and is right: accumulation over several backward passes.
+    """
+    for own in steps_of_each_rank(run):
+        later = own.steps[1:]
+        if most(sum(step.stale for step in later), len(later)):
+            yield Found(
+                f"gradients are never cleared {own.where}: each step adds to all before it",
+                "call optimizer.zero_grad() once a step",
+                once="stale",
+            )
+
+
+@rule()
+def cleared_too_late(run):
+    """Gradients are cleared between backward() and step(), so the step does nothing."""
+    for own in steps_of_each_rank(run):
+        if are_cleared_too_late(own):
+            yield Found(
+                f"gradients are cleared between backward() and step() {own.where}: the step does"
+                " nothing",
+                "call zero_grad() before backward()",
+            )
+
+
+def are_cleared_too_late(own):
+    """Return whether most of the OwnSteps found nothing, as zero_grad() came after backward()."""
+    late = [
+        step
+        for step in own.steps
+        if step.cleared_after
+        and step.backwards
+        and not any(each and each.norm for each in step.gradients)
+    ]
+    return most(len(late), len(own.steps))
+
+
+@rule()
+def no_gradient_at_all(run):
+    """None of the optimizer's parameters ever has a gradient: it is not the model that is trained.
+
+    Looks alike, and is right: networks that wait for their turn (a GAN's), shards.
+    """
+    if "shards" in run.features:
+        return
+    for own in steps_of_each_rank(run):
+        bare = steps_without_gradients(own)
+        if most(len(bare), len(own.steps)) and not are_cleared_too_late(own):
+            yield Found(
+                f"none of the optimizer's {len(own.optimizer.shapes)} parameters"
+                f" ({own.optimizer.line}) ever has a gradient: it is not the model that is trained",
+                "make the optimizer from the parameters of the model that you call",
+            )
+
+
+def steps_without_gradients(own):
+    """Return those of the OwnSteps before which there was a backward(), and no gradient."""
+    count = len(own.optimizer.shapes)
+    return [step for step in own.steps if step.backwards and step.without_gradient == count]
+
+
+@rule(unless={"models", "weights", "stale"})
+def not_finite(run):
+    """A step is taken with gradients that are nan or inf.
+
+    Looks alike, and is right: GradScaler leaves out such a step by itself.
+    """
+    for own in steps_of_each_rank(run):
+        broken = [step.number for step in own.steps if any(map(is_broken, step.gradients))]
+        if broken:
+            yield Found(
+                f"from step {broken[0] + 1} on, gradients are nan or inf, and the step is taken"
+                f" {own.where}",
+                "the weights are lost from there on",
+                CLIP,
+                once="nan",
+            )
+
+
+def is_broken(gradient):
+    """Return whether a value of a gradient is nan or inf. gradient: a Print or None."""
+    return gradient is not None and not math.isfinite(gradient.norm)
+
+
+@rule()
+def parameters_in_no_optimizer(run):
+    """Parameters have gradients and are in no optimizer, so they stay as they are.
+
+    Looks alike, and is right: the first steps, before a second optimizer is made.
+    """
+    for own in steps_of_each_rank(run):
+        later = [step for step in own.steps if step.number > 2]
+        outside = [step.outside for step in later if step.outside]
+        if most(len(outside), len(later), least=4) and not steps_without_gradients(own):
+            yield Found(
+                f"{len(outside[0])} trained parameters are in no optimizer, and stay as they are:"
+                f" {', '.join(outside[0][:3])}",
+                f"the optimizer was made at {own.optimizer.line}",
+            )
+
+
+@rule()
+def exchanged_several_times(run):
+    """Accumulated gradients are exchanged in each backward(), and the last time would do.
+
+    Looks alike, and is right: GANs and other models with several optimizers, no_sync().
+    """
+    if not run.wrapped:
+        return
+    for own in steps_of_each_rank(run):
+        if len(own.rank.steps) > 1 or leaves_out_exchanges(own.rank):
+            continue
+        several = [
+            step.backwards
+            for step in own.steps
+            if step.backwards > 1 and step.exchanged and step.forwards == step.backwards
+        ]
+        if most(len(several), len(own.steps)) and not differ(several):
+            yield Question(
+                f"gradients are exchanged {several[0]} times for one step {own.where}",
+                "no_sync() around the forward of all but the last saves the others",
+                "recipes/accumulate.py",
+            )
+
+
+def leaves_out_exchanges(rank):
+    """Return whether a rank has called a DDP object inside no_sync()."""
+    return any(each.gradients and not each.exchanges for each in rank.records(Forward))
+
+
+@rule()
+def rest_thrown_away(run):
+    """At the end of each epoch, zero_grad() throws away a part of the accumulated gradients."""
+    for rank in run.ranks.values():
+        if len(rank.steps) != 1:
+            continue
+        [steps] = rank.steps.values()
+        backwards = collections.Counter(step.backwards for step in steps.values())
+        [(usual, _)] = backwards.most_common(1)
+        lost = [each for each in rank.records(ThrownAway) if 0 < each.backwards < usual]
+        if usual > 1 and lost and len(lost) <= len(rank.passes):
+            yield Question(
+                f"at {lost[0].line}, zero_grad() throws away {lost[0].backwards} of {usual}"
+                " accumulated backward passes, at the end of each epoch",
+                "take a last step with them, or leave these batches out knowingly",
+                "recipes/accumulate.py",
+            )
+
+
+@rule()
+def clips_scaled_gradients(run):
+    """Gradients are clipped that GradScaler still multiplies."""
+    for clips in clips_of_each_rank(run):
+        if most(sum(clip.scaled for clip in clips), len(clips)):
+            yield Found(
+                f"clip_grad_norm_ at {clips[0].line} clips gradients that GradScaler still"
+                " multiplies: call scaler.unscale_(optimizer) before",
+                "",
+                CLIP,
+            )
+
+
+@rule()
+def clips_nothing(run):
+    """Clipping gets no parameter, or none with a gradient."""
+    for clips in clips_of_each_rank(run):
+        if most(sum(clip.parameters == 0 for clip in clips), len(clips)):
+            yield Found(
+                f"clip_grad_norm_ at {clips[0].line} clips nothing: no gradient is in what it is"
+                " given (another model's parameters, a generator that was read before)",
+                "",
+                CLIP,
+            )
+
+
+@rule()
+def clips_what_is_not_trained(run):
+    """Clipping gets parameters that are in no optimizer.
+
+    Looks alike, and is right: a script that takes its steps without an optimizer of torch.
+    """
+    for clips in clips_of_each_rank(run):
+        outside = sum(clip.parameters > 0 and not clip.in_an_optimizer for clip in clips)
+        if most(outside, len(clips)):
+            yield Found(
+                f"clip_grad_norm_ at {clips[0].line} clips parameters of no optimizer", "", CLIP
+            )
+
+
+def clips_of_each_rank(run):
+    """Return the Clip records of each rank that takes steps, a list for a rank."""
+    return [rank.records(Clip) for rank in run.ranks.values() if rank.steps]
+
+
+@rule()
+def summed_again(run):
+    """all_reduce of gradients that DDP has averaged already.
+
+    It is a question: it is harmless if they are divided again.
+    """
+    calls = [call for call in run.records(Call) if call.is_gradient]
+    if len(calls) > 7:
+        yield Question(
+            f"all_reduce at {calls[0].line} adds up gradients that DDP has averaged",
+            f"it sends all twice, and makes them {run.world_size} times as large unless you divide",
+        )

@@ -1,0 +1,148 @@
+"""Do the ranks meet, and do they make the same collective calls?"""
+
+import collections
+import json
+
+from ..findings import Found, Question, rule
+from ..records.model import Forward
+from ..records.process import Call, Started
+from ..words import differ, in_words
+
+# Calls whose tensor has the same size on all ranks.
+SAME_SIZE = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"}
+LONGEST = 3000  # calls of a group that are compared; the recorder notes no more
+
+
+@rule(of_strangers=True)
+def no_group(ranks):
+    """Several processes that torchrun has started never meet: they train so many models.
+
+    Looks alike, and is right: a sweep, in which RANK chooses a setting. Then the weights differ
+    from the first step on, and it is asked.
+    """
+    firsts = [first_weights(rank) for rank in ranks if rank.steps and was_told_of_others(rank)]
+    if len(firsts) < 2:
+        return
+    kind = Question if differ(firsts) else Found
+    yield kind(
+        f"{len(firsts)} processes train, and none calls init_process_group(): so many models",
+        "the last one that writes the file wins",
+        "docs/how_a_job_starts.md#six-steps",
+    )
+
+
+def first_weights(rank):
+    """Return the prints of the weights before its first step that was noted."""
+    steps = next(iter(rank.steps.values()))
+    return steps[0].weights
+
+
+def was_told_of_others(rank):
+    """Return whether WORLD_SIZE in its environment is more than 1."""
+    return int(rank.records(Started)[0].world_size or 1) > 1
+
+
+@rule("calls")
+def some_call_the_wrapper(run):
+    """Some ranks alone call a DDP object at a line of the script.
+
+    DDP broadcasts buffers there, and the others take that broadcast for another call.
+
+    Looks alike, and is right: models without buffers; torch's Join; ranks that call it equally
+    often, but at different lines.
+    """
+    if "join" in run.features:
+        return
+    for number, wrapped in run.wrapped.items():
+        if not wrapped.sends_buffers:
+            continue
+        counts = {rank: calls_by_line(run, rank, number) for rank in run.members(wrapped)}
+        totals = [count.total() for count in counts.values()]
+        unequal = run.stalled or differ(totals)
+        if not totals or min(totals) < 2 or not unequal:
+            continue
+        for line in sorted({line for count in counts.values() for line in count}):
+            callers = [rank for rank, count in counts.items() if line in count]
+            if len(callers) == len(counts):
+                continue
+            yield Found(
+                f"{in_words(callers)} alone calls the DDP object at {line}",
+                "it broadcasts buffers there, which the others take for another call: call"
+                " model.module",
+                "pitfalls/wrapper_on_rank_0.py",
+            )
+
+
+def calls_by_line(run, rank, ddp):
+    """Return a Counter of the lines at which a rank has called a DDP object."""
+    forwards = run.ranks[rank].records(Forward)
+    return collections.Counter(each.line for each in forwards if each.ddp == ddp)
+
+
+@rule("calls", unless={"calls"})
+def calls_differ(run):
+    """The n-th collective call of a group is another one on some rank: they pair by their order.
+
+    Looks alike, and is right: sizes that may differ by rank (objects, scatter, all_to_all), calls
+    of a test that time out and are caught, and calls point to point.
+    """
+    for group in sorted({call.group for call in run.records(Call)}):
+        calls = calls_of_a_group(run, group)
+        if len(calls) < 2 or errors_were_caught(run, calls):
+            continue
+        longest = max(max(numbers, default=-1) for numbers in calls.values()) + 1
+        for number in range(min(longest, LONGEST)):
+            row = {rank: numbers.get(number) for rank, numbers in calls.items()}
+            missing = [rank for rank, call in row.items() if call is None]
+            kinds = {what_must_agree(call) for call in row.values() if call is not None}
+            never = bool(missing) and will_never_come(run, missing)
+            if len(kinds) > 1 or never:
+                names = {call.name for call in row.values() if call is not None}
+                yield Found(
+                    f"the ranks' collective calls differ, from number {number + 1} on",
+                    "; ".join([call_in_words(run, *each) for each in row.items()][:3]),
+                    "pitfalls/collective_on_one_rank.py"
+                    if never or len(names) > 1
+                    else "pitfalls/mismatched_shapes.py",
+                )
+            if len(kinds) > 1 or missing:
+                break
+
+
+def calls_of_a_group(run, group):
+    """Return {rank: {number: Call}} of the ranks in a group. group: Call.group."""
+    members = json.loads(group.partition("#")[0]) if group else sorted(run.ranks)
+    return {
+        rank: {call.number: call for call in run.ranks[rank].records(Call) if call.group == group}
+        for rank in members
+        if rank in run.ranks
+    }
+
+
+def errors_were_caught(run, calls):
+    """Return whether a call has failed, and all ranks have come to their end nevertheless."""
+    if not all(rank.left for rank in run.ranks.values()):
+        return False
+    return any(call.failed for numbers in calls.values() for call in numbers.values())
+
+
+def what_must_agree(call):
+    """Return what has to be the same on all ranks: the name; dtype and size of some calls."""
+    if call.name in SAME_SIZE:
+        return call.name, call.dtype, call.elements
+    return (call.name,)
+
+
+def will_never_come(run, missing):
+    """Return whether the ranks that lack a call will not make it any more."""
+    if run.stalled:
+        return True
+    return not run.cut and all(run.ranks[rank].left for rank in missing)
+
+
+def call_in_words(run, rank, call):
+    """Return "rank 0 all_reduce of 3 float32 at train.py:42"; call: None if it lacks it."""
+    if call is None:
+        return f"rank {rank} {run.ranks[rank].where or 'no such call'}"
+    elements = "?" if call.elements is None else call.elements
+    return f"rank {rank} {call.name} of {elements} {call.dtype or 'objects'} at {call.line}"

@@ -1,0 +1,168 @@
+"""Are the ranks' models alike, with their buffers and learning rates?"""
+
+from ..findings import Found, Question, rule
+from ..records.model import Buffers, Wrapped
+from ..records.optimizer import Plateau
+from ..words import differ, most, on_each
+from .pages import AGREE, CLIP, SILENT
+
+
+@rule("models")
+def models_are_not_alike(run):
+    """DDP pairs parameters by their order, and the ranks' models have other names or another order.
+
+    Looks alike, and is right: stages of a pipeline, which are in other groups.
+    """
+    for number, wrapped in run.wrapped.items():
+        members = run.members(wrapped)
+        made = [
+            each
+            for rank in members
+            for each in run.ranks[rank].records(Wrapped)
+            if each.ddp == number
+        ]
+        if differ(each.names for each in made) and not differ(each.group for each in made):
+            yield Found(
+                f"the ranks' models are not alike ({wrapped.line}): DDP pairs parameters by their"
+                " order, and the names differ",
+                "sort what the layers are made from",
+                SILENT,
+            )
+
+
+@rule()
+def group_of_one(run):
+    """A DDP object averages in a group of one rank.
+
+    Looks alike, and is right: models that are split over the ranks.
+    """
+    if run.features & {"shards", "to_one"} or run.world_size == 1:
+        return
+    for wrapped in run.wrapped.values():
+        if len(wrapped.group) == 1:
+            yield Question(
+                f"DDP() of {wrapped.line} is given a group of one rank: it averages with nobody"
+            )
+
+
+@rule()
+def own_batch_norm(run):
+    """DDP broadcasts no buffers: each rank's BatchNorm keeps means of its own."""
+    for wrapped in run.wrapped.values():
+        if wrapped.has_batch_norm and not wrapped.sends_buffers and len(wrapped.group) > 1:
+            yield Question(
+                f"DDP() of {wrapped.line} has broadcast_buffers=False: each rank's BatchNorm has"
+                " means of its own",
+                "rank 0's are saved: average them before, or SyncBatchNorm",
+                "pitfalls/small_batch_norm.py",
+            )
+
+
+@rule(unless={"models"})
+def buffers_differ(run):
+    """Buffers other than BatchNorm's differ between the ranks in the ninth step.
+
+    Codebooks, queues and running figures are such buffers. It is a question: a rank may have some
+    of its own, such as a cache or its number.
+    """
+    for number, wrapped in run.wrapped.items():
+        noted = [
+            each.bits
+            for rank in run.members(wrapped)
+            for each in run.ranks[rank].records(Buffers)
+            if each.ddp == number
+        ]
+        names = noted[0] if noted else []
+        odd = [name for name in names if differ(bits.get(name) for bits in noted)]
+        if not odd:
+            continue
+        why = "each rank fills its own"
+        if wrapped.sends_buffers:
+            why += "; DDP sends rank 0's before each forward, but none that forward() replaces"
+        yield Question(
+            f"buffers of the model ({wrapped.line}) differ between the ranks in step 9:"
+            f" {', '.join(odd[:3])}",
+            why,
+            SILENT,
+        )
+
+
+@rule("rates")
+def rates_differ(run):
+    """The learning rates of one optimizer differ by rank at the same step.
+
+    Looks alike, and is right: stages of a split model, whose optimizers have other parameters.
+    """
+    for steps in optimizers_of_one_model(run):
+        text = first_difference(steps, "rates")
+        if text:
+            yield Found(
+                f"the learning rates differ {text}",
+                "decide by a figure that all ranks share: all_reduce the loss before",
+                AGREE,
+            )
+            return
+
+
+@rule()
+def scales_differ(run):
+    """The scales of GradScaler differ by rank at the same step.
+
+    Looks alike, and is right: as for the rates.
+    """
+    for steps in optimizers_of_one_model(run):
+        text = first_difference(steps, "scales")
+        if text:
+            yield Found(
+                f"the scales of GradScaler differ {text}",
+                "one rank skips steps that others take",
+                CLIP,
+            )
+            return
+
+
+def optimizers_of_one_model(run):
+    """Return the Steps of the optimizers that have the same parameters of DDP on all ranks."""
+    found = []
+    for steps in run.optimizers():
+        notes = [run.ranks[rank].optimizers[steps.optimizer] for rank in steps.of]
+        alike = not differ((note.shapes, note.names) for note in notes)
+        if any(notes[0].names) and alike:
+            found.append(steps)
+    return found
+
+
+def first_difference(steps, what):
+    """Return "from step 3 on (train.py:42): 0.1 on rank 0, 0.2 on rank 1", or "" if all are equal.
+
+    what: "rates" or "scales", a list of figures in each Step.
+    """
+    for number in steps.common:
+        row = steps.at(number)
+        figures = {rank: getattr(step, what) for rank, step in row.items()}
+        if differ(figures.values()):
+            line = row[min(row)].line
+            texts = [
+                ", ".join(f"{figure:.3g}" for figure in mine) + f" on rank {rank}"
+                for rank, mine in [*figures.items()][:4]
+            ]
+            return f"from step {number + 1} on ({line}): {'; '.join(texts)}"
+    return ""
+
+
+@rule(unless={"rates"})
+def plateau_by_own_figures(run):
+    """ReduceLROnPlateau is given another figure on each rank: the rates will come apart."""
+    if not run.wrapped or run.may_split_the_model:
+        return
+    calls = run.records_by_rank(Plateau)
+    rows = [[each.value for each in row] for row in zip(*calls.values(), strict=False)]
+    far = [row for row in rows if max(row) - min(row) > 1e-3 * max(map(abs, row))]
+    if most(len(far), len(rows), least=2):
+        figures = {rank: f"{value:.4g}" for rank, value in zip(run.ranks, far[0], strict=True)}
+        yield Question(
+            f"ReduceLROnPlateau ({run.records(Plateau)[0].line}) is given another figure on each"
+            f" rank: {on_each(figures)}",
+            "it will lower the rate on some ranks before others: all_reduce the figure before",
+            AGREE,
+        )

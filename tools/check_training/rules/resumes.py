@@ -1,0 +1,225 @@
+"""What a run forgets that goes on from a file."""
+
+import os
+from dataclasses import dataclass
+
+from ..findings import Found, Question, rule
+from ..records.files import Load, Move, Save
+from ..records.optimizer import LoadedIntoOptimizer, Schedule
+from ..runs import LoaderPass
+from ..words import differ
+from .pages import ELASTIC
+
+NO_STATE = "pitfalls/optimizer_not_saved.py"
+
+
+def loads_at_first(run):
+    """Return the loads of files before the first step."""
+    return [load for load in run.records(Load) if load.path and not load.steps]
+
+
+def saved_before(run):
+    """Return the paths of all files that the start before has saved, or moved to a place."""
+    if run.before is None:
+        return set()
+    kept = run.before.records(Save) + run.before.records(Move)
+    return {each.path for each in kept}
+
+
+def resumes(run):
+    """Return the loads before the first step of what the start before has saved."""
+    paths = saved_before(run)
+    return [load for load in loads_at_first(run) if load.path in paths]
+
+
+def trains(run):
+    """Return whether a rank of the run takes a step."""
+    return any(rank.steps_taken for rank in run.ranks.values())
+
+
+@rule()
+def begins_anew(run):
+    """A restart loads no file that the attempt before has saved: all is trained again."""
+    has_saved = run.before is not None and run.before.records(Save)
+    if trains(run) and run.first.attempt and has_saved and not resumes(run):
+        yield Question(
+            f"attempt {run.first.attempt} begins anew: it loads no file that the attempt before has"
+            " saved",
+            "all is trained again",
+            ELASTIC,
+        )
+
+
+@rule()
+def optimizer_not_loaded(run):
+    """Training goes on without the state of an optimizer that has momentum.
+
+    Looks alike, and is right: fine-tuning. So it is asked, but where the start before has saved the
+    file.
+    """
+    notes = [note for rank in run.ranks.values() for note in rank.optimizers.values()]
+    has_momentum = any(note.has_momentum for note in notes)
+    if not trains(run) or not has_momentum or run.records(LoadedIntoOptimizer):
+        return
+    ours = resumes(run)
+    for load in loads_at_first(run):
+        if load not in ours and not load.has_optimizer:
+            continue
+        kind = Found if load in ours else Question
+        yield kind(
+            f"{load.line} loads {os.path.basename(load.path)}, and training goes on without the"
+            " optimizer's state",
+            "its momentum begins at 0 after each resume"
+            if load in ours
+            else "right for fine-tuning; after a crash the momentum is lost",
+            NO_STATE,
+        )
+        return
+
+
+@rule()
+def rate_is_set_back(run):
+    """The first step after a load takes another rate than the one that was loaded.
+
+    Looks alike, and is right: a schedule that was stepped in between. So it is asked.
+    """
+    for load in run.first.records(LoadedIntoOptimizer):
+        step = run.first.steps.get(load.optimizer, {}).get(load.next_step)
+        if step is None or step.rates == load.rates or schedule_was_stepped(run, load, step):
+            continue
+        yield Question(
+            f"the optimizer's state ({load.line}) was loaded with rate {load.rates[0]:.3g}, and the"
+            f" next step takes {step.rates[0]:.3g}",
+            "a schedule made after the load sets it back: load it last",
+            once="rate",
+        )
+
+
+def schedule_was_stepped(run, load, step):
+    """Return whether a schedule was called more often before the step than there were steps."""
+    return any(
+        (schedule.calls or 0) > 1 + load.next_step and schedule.time < step.time
+        for schedule in run.first.records(Schedule)
+    )
+
+
+@rule()
+def loads_into_another_optimizer(run):
+    """The state is loaded into an optimizer that never takes a step."""
+    first = run.first
+    for load in first.records(LoadedIntoOptimizer):
+        if first.steps and load.optimizer not in first.steps:
+            yield Found(
+                f"{load.line} loads the state of an optimizer that never takes a step",
+                "the one that trains was made afterwards",
+                NO_STATE,
+            )
+
+
+@rule()
+def ranks_begin_in_other_epochs(run):
+    """The ranks begin in different epochs: some go on from a file that others do not have."""
+    passes = [trained_by_share(rank) for rank in run.ranks.values()]
+    epochs = [mine[0].start.epoch for mine in passes if mine]
+    if len(epochs) == len(run.ranks) and differ(epochs) and None not in epochs:
+        yield Found(
+            f"the ranks begin in different epochs: {', '.join(map(str, epochs))}",
+            "some go on from a file that others do not have",
+            ELASTIC,
+        )
+
+
+def trained_by_share(rank):
+    """Return a rank's passes of several batches in which it trained on a DistributedSampler's."""
+    return [
+        each
+        for each in rank.passes
+        if each.progress.batches > 1
+        and each.progress.backwards > 1
+        and each.start.replicas is not None
+    ]
+
+
+def finished_before(run):
+    """Return {rank: the passes that it had ended when the file was saved from which it goes on}.
+
+    Empty if the run goes on from no file of the start before.
+    """
+    loaded = {load.path for load in resumes(run)}
+    if not loaded:
+        return {}
+    before = run.before
+    loaded |= {move.source for move in before.records(Move) if move.path in loaded}
+    saves = [save.time for save in before.records(Save) if save.path in loaded]
+    until = max(saves, default=0)
+    return {
+        number: [
+            each
+            for each in trained_by_share(rank)
+            if each.progress.exhausted and each.progress.time < until
+        ]
+        for number, rank in before.ranks.items()
+    }
+
+
+def goes_on(run):
+    """Return a Resumed of each rank that had ended passes before, and trains again."""
+    finished, found = finished_before(run), []
+    for number, rank in run.ranks.items():
+        before, after = finished.get(number), trained_by_share(rank)
+        if before and after:
+            found.append(Resumed(before, after[0]))
+    return found
+
+
+@dataclass(slots=True)
+class Resumed:
+    """One rank before and after it goes on."""
+
+    before: list[LoaderPass]  # that had ended when the file was saved; at least one
+    after: LoaderPass  # the first in which it trains again
+
+    @property
+    def begins_as_the_first(self):
+        """Whether it begins with the batches of the first pass, which are not the second's."""
+        if len(self.before) < 2:
+            return False
+        passes = self.after, self.before[0], self.before[1]
+        now, first, second = [each.progress.batch_bits[:2] for each in passes]
+        return len(now) > 1 and now == first != second
+
+
+@rule(unless={"models", "weights"})
+def data_begin_anew(run):
+    """After a resume, the data come in the order of the first epoch again."""
+    for rank in goes_on(run):
+        if rank.begins_as_the_first:
+            yield Found(
+                f"after the resume the data begin anew ({rank.after.start.line}): the first batches"
+                " are those of the first epoch",
+                "set_epoch by the number of the epoch over all attempts",
+                "recipes/resume_mid_epoch.py",
+            )
+
+
+@rule(unless={"models", "weights"})
+def epoch_is_off(run):
+    """An epoch was finished and saved, and the resumed run begins with another than the next.
+
+    Looks alike, and is right: a rank that ends its epoch after another has saved; no shuffle.
+    """
+    # Of all ranks: one may end its pass only after another has saved.
+    lasts = [passes[-1].start.epoch for passes in finished_before(run).values() if passes]
+    last = max([epoch for epoch in lasts if epoch is not None], default=None)
+    if last is None:
+        return
+    for rank in goes_on(run):
+        begins = rank.after.start.epoch
+        as_it_should = begins in (last + 1, None)
+        if as_it_should or rank.begins_as_the_first or not rank.before[-1].start.shuffle:
+            continue
+        yield Found(
+            f"epoch {last} was finished and saved, and the resumed run begins with epoch {begins}",
+            "one is trained twice, or left out",
+            "pitfalls/off_by_one_epoch.py",
+        )

@@ -1,0 +1,171 @@
+"""Do the weights of ranks that should hold one model come apart, and why?"""
+
+import math
+
+from ..findings import Found, Question, rule
+from ..records.model import Forward
+from ..records.process import Call
+from ..words import differ, in_words
+from .apart import Apart, places_that_differ, wrapper_of
+from .reasons import begin_with_other_weights, last_forward_in_no_sync, not_all_by_hand, reason_for
+
+
+@rule("weights")
+def never_steps(run):
+    """A rank calls the DDP object, and never takes a step with its optimizer, as others do."""
+    for steps in run.optimizers():
+        first = min(steps.of)
+        note = run.ranks[first].optimizers[steps.optimizer]
+        wrapped = wrapper_of(run, note)
+        if wrapped is None or len(steps.of[first]) < 8:
+            continue
+        absent = [
+            rank
+            for rank in run.members(wrapped)
+            if rank not in steps.of and run.ranks[rank].records(Forward)
+        ]
+        if absent:
+            yield Found(
+                f"{in_words(absent)} never takes a step with the optimizer of {note.line}",
+                "the weights come apart",
+            )
+
+
+@rule("weights")
+def weights_come_apart(run):
+    """The weights of ranks that should hold one model differ.
+
+    Looks alike, and is right: local SGD (they are equal again from time to time), averaging by hand
+    (they stay equal), sharded or split models (other groups, DTensors: not compared), experts of
+    each rank, sums in another order (the last bits only).
+    """
+    if "join" in run.features:
+        return
+    for steps in run.optimizers():
+        apart = how_far_apart(run, steps)
+        if apart is None or meet_again(apart) or are_experts(apart):
+            continue
+        reason = reason_for(apart)
+        if reason is None:
+            continue
+        sure = is_sure(apart, reason)
+        kind = Found if sure else Question
+        meaning = (
+            "each rank trains a model of its own"
+            if sure
+            else "is that meant so (averaged later, split over the ranks)?"
+        )
+        yield kind(
+            f"the weights of {in_words(apart.ranks, run)} come apart at step {apart.since + 1}"
+            f" ({apart.step.line}): {reason.why}",
+            f"{parameters_in_words(apart)}; {meaning}",
+            reason.read,
+        )
+
+
+def how_far_apart(run, steps):
+    """Return an Apart if weights differ that should be equal, by more than rounding; else None."""
+    note = run.ranks[min(steps.of)].optimizers[steps.optimizer]
+    wrapped = wrapper_of(run, note)
+    if wrapped is None and run.may_split_the_model:
+        return None
+    members = run.members(wrapped) if wrapped else sorted(run.ranks)
+    alike = [rank for rank in members if rank in steps.of and has_the_same(run, rank, steps, note)]
+    if len(alike) < 2:
+        return None
+    steps = steps.only(alike)
+    common = steps.common
+    rows = {number: [*steps.at(number).values()] for number in common}
+    bad = [number for number in common if places_that_differ(rows[number], "weights")]
+    if not bad or not any(more_than_rounding(row) for row in rows.values()):
+        return None
+    since = max([number for number in common if number < bad[0]], default=0)
+    return Apart(run, steps, note, wrapped, common, bad, since)
+
+
+def has_the_same(run, rank, steps, note):
+    """Return whether a rank's optimizer has the parameters of an Optimizer, by shape and name."""
+    mine = run.ranks[rank].optimizers[steps.optimizer]
+    return not differ((each.shapes, each.names) for each in (note, mine))
+
+
+def more_than_rounding(row):
+    """Return whether weights or gradients differ by more than sums in another order would."""
+    return largest_gap(row, "weights") > 1e-5 or largest_gap(row, "gradients") > 1e-3
+
+
+def largest_gap(row, what):
+    """Return the largest relative difference of a norm from the first rank's.
+
+    row: a Step of each rank. what: "weights" or "gradients".
+    """
+    gaps = []
+    for prints in zip(*(getattr(step, what) for step in row), strict=False):
+        for mine in prints:
+            first = prints[0]
+            if mine and first and mine != first:
+                difference = abs(mine.norm - first.norm)
+                gaps.append(difference / (abs(mine.norm) + abs(first.norm) + 1e-30))
+    return max(gaps, default=0)
+
+
+def meet_again(apart):
+    """Return whether the weights are equal once more after they have come apart: local SGD."""
+    for number in apart.common:
+        if number > apart.bad[0] and number not in apart.bad:
+            weights = apart.steps.of[apart.ranks[0]][number].weights
+            if all(each is not None and math.isfinite(each.norm) for each in weights):
+                return True
+    return False
+
+
+def are_experts(apart):
+    """Return whether each rank has experts of its own, and rows travel to them."""
+    calls = apart.run.records(Call)
+    return apart.from_the_first and any("all_to_all" in call.name for call in calls)
+
+
+def is_sure(apart, reason):
+    """Return whether the records prove that it is a mistake; else the owner must know."""
+    run, steps = apart.run, apart.steps.of[apart.ranks[0]]
+    begin, end = steps[apart.common[0]].time, steps[apart.common[-1]].time
+    meanwhile = [call for call in run.records(Call) if begin < call.time < end]
+    if len(apart.bad) < 3:
+        return False
+    if may_average_later(apart) and not averages_in_each_step(apart, meanwhile, reason):
+        return False
+    if not run.wrapped and not meanwhile:
+        return False
+    if reason.given_by is not_all_by_hand and not run.wrapped:
+        return len(meanwhile) > max(steps) / 2
+    if reason.given_by is last_forward_in_no_sync and run.cut:
+        return len(apart.common) > 40
+    return True
+
+
+def may_average_later(apart):
+    """Return whether a collective call is large enough for the largest parameter."""
+    largest = max(map(math.prod, apart.optimizer.shapes), default=0)
+    return any((call.elements or 0) >= largest for call in apart.run.records(Call))
+
+
+def averages_in_each_step(apart, meanwhile, reason):
+    """Return whether the script averages by hand, without DDP, in each step.
+
+    meanwhile: the calls between the first and the last step.
+    """
+    if apart.wrapped or len(apart.common) < 10:
+        return False
+    if apart.from_the_first and reason.given_by is not begin_with_other_weights:
+        return False
+    return len(meanwhile) >= max(apart.steps.of[apart.ranks[0]])
+
+
+def parameters_in_words(apart):
+    """Return "3 of 8 parameters (0.weight, 0.bias, 1.weight)": those that differ at first."""
+    first = places_that_differ([*apart.steps.at(apart.bad[0]).values()], "weights")
+    names = [apart.name_of(place) or f"number {place + 1}" for place in first]
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += ", ..."
+    return f"{len(names)} of {len(apart.optimizer.shapes)} parameters ({shown})"

@@ -1,0 +1,357 @@
+"""Reads a folder of records: which ranks trained together, and what each of them noted."""
+
+import collections
+import pathlib
+from dataclasses import dataclass, field
+
+from . import lines
+from .records.data import AfterPass, Pass, Progress
+from .records.model import Forward, Wrapped
+from .records.optimizer import Optimizer, Step
+from .records.process import Joined, Left, Uses
+from .records.times import StepTimes
+
+TOGETHER = 60  # seconds within which the ranks of one group join it
+
+
+@dataclass(slots=True)
+class LoaderPass:
+    """One pass over a loader, as far as it has come."""
+
+    start: Pass
+    progress: Progress  # the latest; an empty one before the first
+    backwards_after: int = 0  # AfterPass.backwards; 0 if none is noted
+
+    @property
+    def trains(self):
+        """Whether there was a backward pass in it."""
+        return self.progress.backwards > 0
+
+    @property
+    def evaluates(self):
+        """Whether it was a whole pass without a backward one, with gradients off or in eval mode.
+
+        A list of its batches, from which the script trains afterwards, looks alike.
+        """
+        progress = self.progress
+        if not progress.over or not progress.batches or progress.backwards:
+            return False
+        if self.backwards_after > 1:
+            return False
+        return not progress.gradients or any(not mode.training for mode in progress.modes_after)
+
+
+def just_begun(start):
+    """Return the LoaderPass of a Pass of which no progress is noted yet."""
+    counts = dict.fromkeys(("batches", "rows", "items", "order", "index_sum", "backwards"), 0)
+    progress = Progress(
+        start.time,
+        start.number,
+        **counts,
+        sketch=[],
+        rising=True,
+        batch_bits=[],
+        content=0.0,
+        gradients=False,
+    )
+    return LoaderPass(start, progress)
+
+
+class Rank:
+    """What one process noted between joining a group and leaving it.
+
+    number            of the rank in its group; None: it has joined none
+    world_size, local_world_size, host, attempt, cores, debugging
+                      as in records.process.Joined
+    begin             seconds, as time: when it joined, or its first record
+    standing          what it was in at last, a Standing
+    left              its records of leaving: [] if it was ended before
+    steps             {key of an optimizer: {number: Step}}
+    optimizers        {key of an optimizer: its latest Optimizer}
+    passes            its LoaderPass objects, in their order
+    features          what it uses of records.process.FEATURES
+    steps_taken       by its optimizer, noted or not
+    """
+
+    def __init__(self, records, standing=None):
+        """Take a process's records from one Joined to the next. standing: None if it is unknown."""
+        self._records = collections.defaultdict(list)
+        for record in records:
+            self._records[type(record)].append(record)
+        joined = next(iter(self.records(Joined)), None)
+        self.number = joined.rank if joined else None
+        self.world_size = joined.world_size if joined else 1
+        self.local_world_size = (joined and joined.local_world_size) or self.world_size
+        self.host = joined.host if joined else None
+        self.attempt = joined.attempt if joined else 0
+        self.cores = joined.cores if joined else 1
+        self.debugging = joined.debugging if joined else []
+        self.begin = (joined or records[0]).time
+        self.standing = standing or lines.Standing("")
+        self.left = self.records(Left)
+        self.steps = {}
+        for step in self.records(Step):
+            self.steps.setdefault(step.optimizer, {})[step.number] = step
+        self.optimizers = {each.optimizer: each for each in self.records(Optimizer)}
+        self.passes = self._passes()
+        self.features = {each.what for each in self.records(Uses)}
+        counts = [each.number + 1 for each in self.records(StepTimes)]
+        self.steps_taken = max(counts + [each.steps for each in self.left], default=0)
+
+    def _passes(self):
+        passes = {start.number: just_begun(start) for start in self.records(Pass)}
+        for progress in self.records(Progress):
+            if progress.pass_number in passes:  # else it was begun in another group
+                passes[progress.pass_number].progress = progress
+        for after in self.records(AfterPass):
+            if after.pass_number in passes:
+                passes[after.pass_number].backwards_after = after.backwards
+        return [*passes.values()]
+
+    def records(self, kind):
+        """Return its records of a class, in their order."""
+        return self._records.get(kind, [])
+
+    def training_passes(self):
+        """Return {key of a loader: the LoaderPass objects in which it trained}."""
+        return by_loader(each for each in self.passes if each.trains)
+
+    def evaluations(self):
+        """Return {key of a loader: the LoaderPass objects in which it evaluated}."""
+        return by_loader(each for each in self.passes if each.evaluates)
+
+    @property
+    def where(self):
+        """What it was in at last, in words: "in all_reduce at train.py:42"; "": in its own code."""
+        if not self.standing.what:
+            return ""
+        return f"in {self.standing.what} at {self.standing.line}"
+
+
+def by_loader(passes):
+    """Return {key of a loader: its LoaderPass objects}."""
+    found = collections.defaultdict(list)
+    for each in passes:
+        found[each.start.loader].append(each)
+    return found
+
+
+@dataclass(slots=True)
+class Loader:
+    """A loader that the script makes at one place, and the passes of one kind over it."""
+
+    line: str  # that begins these passes
+    passes: dict[int, list[LoaderPass]]  # {rank: its passes}, of the ranks that have made one
+
+    @property
+    def firsts(self):
+        """The first pass of each rank."""
+        return [passes[0] for passes in self.passes.values()]
+
+    def batch_bits(self):
+        """Return the bits of all batches of each rank, a list for a rank."""
+        return [
+            [bits for each in passes for bits in each.progress.batch_bits]
+            for passes in self.passes.values()
+        ]
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of one optimizer on several ranks."""
+
+    optimizer: str  # its key
+    of: dict[int, dict[int, Step]]  # {rank: {number: Step}}, of the ranks that have taken one
+
+    @property
+    def common(self):
+        """The numbers of the steps that all of these ranks have noted, sorted."""
+        return sorted(set.intersection(*(set(steps) for steps in self.of.values())))
+
+    def at(self, number):
+        """Return {rank: Step} for the number of a step that all have noted."""
+        return {rank: steps[number] for rank, steps in self.of.items()}
+
+    def only(self, ranks):
+        """Return the steps of these ranks alone."""
+        return Steps(self.optimizer, {rank: self.of[rank] for rank in ranks})
+
+
+@dataclass(slots=True)
+class Forwards:
+    """The forward passes of one DDP object, with gradients on."""
+
+    wrapped: Wrapped
+    of: dict[int, dict[int, Forward]]  # {rank: {number: Forward}}, of the ranks in its group
+
+    @property
+    def common(self):
+        """The numbers of those that all of its ranks have noted, sorted; [] if it has one rank."""
+        if len(self.of) < 2:
+            return []
+        return sorted(set.intersection(*(set(forwards) for forwards in self.of.values())))
+
+    def at(self, number):
+        """Return {rank: Forward} for a number that all have noted."""
+        return {rank: forwards[number] for rank, forwards in self.of.items()}
+
+
+class Run:
+    """The ranks of one group, from its start to its end.
+
+    ranks             {number: Rank}, in the order in which they joined
+    world_size        ranks of the group; some may have noted nothing
+    first             the Rank that joined first
+    before            the Run before, of the same command; None: it is the first
+    cut               it was ended before its own end, or failed
+    stalled           it stands still
+    features          what a rank uses of records.process.FEATURES
+    wrapped           {number of a DDP object: a Wrapped of it}
+    """
+
+    def __init__(self, ranks, before=None, cut=False, stalled=False):
+        """Take a list of Rank."""
+        self.ranks = {rank.number: rank for rank in ranks}
+        self.first, self.world_size = ranks[0], ranks[0].world_size
+        self.before, self.cut, self.stalled = before, cut, stalled
+        self.features = set().union(*(rank.features for rank in ranks))
+        self.wrapped = {each.ddp: each for each in self.records(Wrapped)}
+
+    @property
+    def may_split_the_model(self):
+        """Whether a rank may hold a part of the model: shards, a pipeline, groups of its own."""
+        return bool(self.features & {"shards", "to_one", "groups"})
+
+    def records(self, kind):
+        """Return all ranks' records of a class, rank by rank."""
+        return [each for rank in self.ranks.values() for each in rank.records(kind)]
+
+    def records_by_rank(self, kind):
+        """Return {rank: its records of a class}."""
+        return {number: rank.records(kind) for number, rank in self.ranks.items()}
+
+    def members(self, wrapped):
+        """Return the ranks in the group of a DDP object, as far as they have noted something."""
+        return [rank for rank in wrapped.group if rank in self.ranks]
+
+    def training_loaders(self):
+        """Return a Loader for each place where ranks train on what a loader gives them."""
+        return self._loaders(Rank.training_passes)
+
+    def evaluation_loaders(self):
+        """Return a Loader for each place where ranks evaluate."""
+        return self._loaders(Rank.evaluations)
+
+    def _loaders(self, passes_of):
+        found = collections.defaultdict(dict)
+        for number, rank in self.ranks.items():
+            for key, passes in passes_of(rank).items():
+                found[key][number] = passes
+        loaders = []
+        for passes in found.values():
+            first = next(iter(passes.values()))[0]
+            loaders.append(Loader(first.start.line, passes))
+        return loaders
+
+    def optimizers(self):
+        """Return the Steps of each optimizer."""
+        found = collections.defaultdict(dict)
+        for number, rank in self.ranks.items():
+            for key, steps in rank.steps.items():
+                found[key][number] = steps
+        return [Steps(key, of) for key, of in found.items()]
+
+    def forwards(self):
+        """Return the Forwards of each DDP object."""
+        return [
+            Forwards(
+                wrapped, {rank: self._forwards(rank, number) for rank in self.members(wrapped)}
+            )
+            for number, wrapped in self.wrapped.items()
+        ]
+
+    def _forwards(self, rank, ddp):
+        return {
+            each.number: each
+            for each in self.ranks[rank].records(Forward)
+            if each.ddp == ddp and each.gradients
+        }
+
+    def seconds_of_training(self):
+        """Return the seconds from the first to the last step."""
+        found = [times for times in self.records_by_rank(StepTimes).values() if times]
+        return max((times[-1].time - times[0].time for times in found), default=0)
+
+
+@dataclass(slots=True)
+class Records:
+    """All that a folder of records tells."""
+
+    runs: list[Run] = field(default_factory=list)  # the oldest first
+    strangers: list[Rank] = field(default_factory=list)  # processes that have joined no group
+    failures: list[str] = field(default_factory=list)  # of the recorder: last lines of tracebacks
+
+
+def read(folder, cut=False, stalled=False):
+    """Return the Records of a folder.
+
+    cut, stalled: whether the command was ended before its own end, and whether it stands still.
+    """
+    records, pieces = Records(), []
+    for path in sorted(pathlib.Path(folder).iterdir()):
+        if path.suffix == ".failed":
+            records.failures.append(path.read_text().strip().splitlines()[-1])
+        if path.suffix == ".jsonl":
+            pieces += pieces_of(path)
+    records.strangers = [each for each in pieces if each.number is None]
+    groups = groups_of(each for each in pieces if each.number is not None)
+    for ranks in groups:
+        before = records.runs[-1] if records.runs else None
+        if ranks is groups[-1]:
+            records.runs.append(Run(ranks, before, cut, stalled))
+        else:
+            all_left = all(rank.left for rank in ranks)
+            records.runs.append(Run(ranks, before, cut=not all_left))
+    return records
+
+
+def pieces_of(path):
+    """Return a Rank for each time that a process has joined a group; at least one, if it wrote."""
+    pieces, records, joined = [], [], False
+    for line in path.read_text().splitlines(True):
+        if not line.endswith("}\n"):  # it was killed meanwhile
+            continue
+        record = lines.read(line)
+        if isinstance(record, Joined):
+            if joined:
+                pieces.append(Rank(records))
+                records = []
+            joined = True
+        records.append(record)
+    if records:
+        standing = lines.Standing.read(path.with_suffix(".now").read_bytes())
+        pieces.append(Rank(records, standing))
+    return pieces
+
+
+def groups_of(ranks):
+    """Return lists of the ranks that have joined one group, the oldest first."""
+    groups = []
+    for rank in sorted(ranks, key=lambda rank: rank.begin):
+        for group in groups:
+            if belongs(rank, group):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return groups
+
+
+def belongs(rank, group):
+    """Return whether a rank has joined a group in which others are already."""
+    first = group[0]
+    if (rank.world_size, rank.attempt) != (first.world_size, first.attempt):
+        return False
+    if rank.number in {each.number for each in group} or len(group) == first.world_size:
+        return False
+    return rank.begin - first.begin < TOGETHER

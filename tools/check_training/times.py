@@ -1,0 +1,236 @@
+"""Where the time of a step goes, and which rank waits for which."""
+
+import collections
+import math
+import os
+import statistics
+
+from .findings import Found, Question
+from .records.times import PARTS, StepTimes
+
+# The parts of a step in the table, in seconds. The time in the calls that all ranks are in
+# together, the collective ones and those of backward(), is told as waiting and exchange there.
+COLUMNS = {
+    "loading": "the loader makes the next batch",
+    "forward": "forward passes of DDP objects",
+    "backward": "backward(), until this rank has all its gradients",
+    "waiting": "longer in exchanges than the rank that comes last",
+    "exchange": "as long in exchanges as the rank that comes last",
+    "optimizer": "optimizer.step()",
+    "saving": "torch.save()",
+    "rest": "the script's own code",
+}
+WHOLE = "whole"  # the key of the whole step's time, beside those of COLUMNS
+LEAST = 10  # steps that are needed for a table
+
+
+def aligned(run):
+    """Return {rank: {step: StepTimes}}, in which one number is one moment, by the clock.
+
+    A rank may take some steps alone, in a warm-up, before the others do.
+    """
+    found = {
+        rank: {times.number: times for times in noted}
+        for rank, noted in run.records_by_rank(StepTimes).items()
+    }
+    with_steps = {rank: steps for rank, steps in found.items() if steps}
+    if not with_steps:
+        return found
+    shortest = min(with_steps.values(), key=max)
+    for rank, steps in with_steps.items():
+        shift = shift_against(shortest, steps)
+        found[rank] = {number - shift: times for number, times in steps.items()}
+    return found
+
+
+def shift_against(shortest, steps):
+    """Return by how much a rank's numbers are higher than those of the rank with the fewest.
+
+    shortest, steps: {step: StepTimes}. 0 if another shift does not fit at least twice as well.
+    """
+
+    def distance(shift):
+        distances = [
+            abs(steps[number + shift].end - times.end)
+            for number, times in shortest.items()
+            if number + shift in steps
+        ]
+        return statistics.median(distances or [math.inf])
+
+    more = max(steps) - max(shortest)
+    best = min(0, more - 1, more, more + 1, key=distance)
+    return best if distance(best) < distance(0) / 2 else 0
+
+
+def parts_of_steps(steps_of_ranks):
+    """Return {rank: {step: {part: seconds}}}, with the parts of COLUMNS, and WHOLE.
+
+    steps_of_ranks: as aligned() returns it. Only steps are told that all ranks have noted and, if
+    there are enough, that were not looked into. Waiting is what a rank stays longer in the calls
+    that all are in than the one that comes last: that one's time there is the exchange's.
+    """
+    noted = {rank: noted_parts(steps) for rank, steps in steps_of_ranks.items()}
+    common = set.intersection(*(set(steps) for steps in noted.values())) if noted else set()
+    calm = {number for number in common if number >= 30 and number % 10}
+    table = {rank: {} for rank in noted}
+    for number in sorted(calm if len(calm) > 19 else common):
+        rows = {rank: steps[number] for rank, steps in noted.items()}
+        exchange = sum(
+            min(row[part] for row in rows.values()) for part in ("exchange", "collective")
+        )
+        for rank, row in rows.items():
+            table[rank][number] = with_waiting(row, exchange)
+    return table
+
+
+def noted_parts(steps):
+    """Return {step: {part: seconds}} of one rank, with the parts of records.times, and WHOLE."""
+    found = {}
+    for number, times in steps.items():
+        if number < 3 or not times.spans:
+            continue
+        before = steps.get(number - 1)
+        start = before.end + before.own if before else times.spans[0].begin
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for span in times.spans:
+            seconds[span.part] += max(0, span.end - max(span.begin, start))
+        found[number] = {**seconds, WHOLE: times.end - start}
+    return found
+
+
+def with_waiting(row, exchange):
+    """Return {part: seconds} of COLUMNS, and WHOLE. exchange: seconds of the last rank in it."""
+    parts = {
+        "loading": row["loading"],
+        "forward": row["forward"],
+        "backward": row["backward"],
+        "waiting": row["exchange"] + row["collective"] - exchange,
+        "exchange": exchange,
+        "optimizer": row["optimizer"],
+        "saving": row["saving"],
+    }
+    rest = max(0.0, row[WHOLE] - sum(parts.values()))
+    return {**parts, "rest": rest, WHOLE: row[WHOLE]}
+
+
+def medians_of(steps):
+    """Return {part: median of the seconds} of one rank. steps: {step: {part: seconds}}."""
+    return {
+        part: statistics.median(row[part] for row in steps.values()) for part in [*COLUMNS, WHOLE]
+    }
+
+
+def steps_in(table):
+    """Return the number of steps in a table of parts_of_steps()."""
+    return len(next(iter(table.values()), {}))
+
+
+def lines_of(run, table):
+    """Yield the lines of the table, 100 columns at most."""
+    if steps_in(table) < LEAST:
+        yield f"too few steps to tell the time ({steps_in(table)} that all ranks have noted)"
+        return
+    yield "milliseconds of a step, medians; range: of nine steps in ten"
+    yield "rank    step           range" + "".join(f"  {name}" for name in COLUMNS)
+    for rank, steps in sorted(table.items()):
+        yield line_of(rank, steps)
+    load, cores = os.getloadavg()[0], run.first.cores
+    if load > 3 * cores:
+        yield (
+            f"the machine is busy (load {load:.0f} on {cores} cores): on an idle one, the parts may"
+            " be others"
+        )
+
+
+def line_of(rank, steps):
+    """Return a rank's line of the table. steps: {step: {part: seconds}}."""
+    medians = medians_of(steps)
+    totals = sorted(1e3 * row[WHOLE] for row in steps.values())
+    left_out = len(totals) // 20  # at each end
+    spread = f"{totals[left_out]:.1f} to {totals[-1 - left_out]:.1f}"
+    columns = [f"{1e3 * medians[name]:{2 + len(name)}.1f}" for name in COLUMNS]
+    return f"{rank:4} {statistics.median(totals):7.1f} {spread:>15}{''.join(columns)}"
+
+
+def findings_of(table):
+    """Yield what is found in a table of parts_of_steps()."""
+    if steps_in(table) < LEAST:
+        return
+    for rank in table:
+        yield from large_shares(rank, table[rank])
+        yield from waits_for_another(rank, table)
+    yield from large_parts(medians_of(table[min(table)]))
+
+
+def large_shares(rank, steps):
+    """Yield a finding if a rank's loader, or its saves, take much of its time."""
+    whole = sum(row[WHOLE] for row in steps.values())
+    loading = sum(row["loading"] for row in steps.values()) / whole
+    saving = sum(row["saving"] for row in steps.values()) / whole
+    if loading > 0.5:
+        yield Found(
+            f"rank {rank} waits for its loader for {loading:.0%} of the time of its steps",
+            "more workers, or less work for each item",
+            "benchmarks/README.md#throughput",
+        )
+    if saving > 0.2:
+        yield Found(
+            f"rank {rank} saves for {saving:.0%} of the time of its steps",
+            "save more rarely, or from a thread's copy",
+            "recipes/checkpoint_any_world_size.py",
+        )
+
+
+def waits_for_another(rank, table):
+    """Yield a finding if a rank waits in most steps, and for one and the same rank."""
+    steps = table[rank]
+    typical = statistics.median(row["waiting"] / row[WHOLE] for row in steps.values())
+    other = last_in_most_steps(rank, table)
+    if other in (rank, None) or typical <= 0.3 or len(steps) < 20:
+        return
+    mine, others = medians_of(steps), medians_of(table[other])
+    own_parts = "loading", "forward", "backward", "optimizer", "saving", "rest"
+    longer = {part: others[part] - mine[part] for part in own_parts}
+    part = max(longer, key=longer.get)
+    where = "its own code, between the other parts" if part == "rest" else part
+    yield Found(
+        f"rank {rank} waits for rank {other} in {typical:.0%} of the time of a step",
+        f"rank {other} takes {1e3 * longer[part]:.1f} ms longer in {where}",
+        "pitfalls/slow_rank.py",
+    )
+
+
+def last_in_most_steps(rank, table):
+    """Return the rank that waits least in 80% of the steps, or None.
+
+    Steps count in which this rank waits for more than a tenth of the time.
+    """
+    last = collections.Counter()
+    for number, row in table[rank].items():
+        if row["waiting"] > 0.1 * row[WHOLE]:
+            waiting = {other: steps[number]["waiting"] for other, steps in table.items()}
+            last[min(waiting, key=waiting.get)] += 1
+    if not last:
+        return None
+    [(other, count)] = last.most_common(1)
+    return other if count > 0.8 * len(table[rank]) else None
+
+
+def large_parts(medians):
+    """Yield a question if the exchange, or the script's own code, takes most of a step."""
+    if not medians["forward"]:
+        return
+    step = f"of a step of {1e3 * medians[WHOLE]:.1f} ms"
+    if medians["exchange"] > max(0.6 * medians[WHOLE], 5e-4):
+        yield Question(
+            f"the exchange takes {medians['exchange'] / medians[WHOLE]:.0%} {step}",
+            "a larger batch on each rank, or accumulation, makes fewer of them",
+            "benchmarks/README.md",
+        )
+    if medians["rest"] > max(0.6 * medians[WHOLE], 5e-3):
+        yield Question(
+            "the script's own code between the other parts takes"
+            f" {medians['rest'] / medians[WHOLE]:.0%} {step}",
+            "preparing batches, printing, metrics?",
+            "benchmarks/README.md",
+        )

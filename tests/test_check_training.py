@@ -20,7 +20,7 @@ from mistakes.check_training import BASE, MISTAKES, OTHERS, RANK_0, RIGHT, befor
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-import check_training
+from check_training import findings, rules, runs, times
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
@@ -29,14 +29,13 @@ TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
 def record(folder, broken=False):
     """Called in each rank before the script: the recorder comes in."""
     sys.path.insert(0, str(ROOT / "tools"))
-    import check_training_recorder as recorder
+    from check_training import recorder
 
-    recorder.FOLDER = folder
-    recorder.install()
-    recorder.begin_anew()
-    recorder.me.live = True
+    recorder.start(folder)
     if broken:
-        recorder.Me.enter_forward = lambda *_: 1 / 0
+        from check_training.recorder import model
+
+        model.follow = lambda *_: 1 / 0  # which each forward of a DDP object calls
 
 
 def watched(tmp_path, changes, base=BASE, *arguments, broken=False):
@@ -53,17 +52,18 @@ def watched(tmp_path, changes, base=BASE, *arguments, broken=False):
 
 
 def said(folder, without=None):
-    """What is said of the records, as the command prints it. (without="times": not of the time.)"""
-    rules = [rule for rule in check_training.RULES if rule.__name__ != without]
-    runs, alone, failures = check_training.read(str(folder))
-    found = check_training.judge(runs, alone, rules=rules)
-    if without != "times" and runs:
-        list(check_training.times(runs[-1]))
-        found = [*found, *(each for each in runs[-1].said if each not in found)]
-    return "\n".join(
-        f"{'found' if level == 'found' else 'question'}: {what}\n  {cost}"
-        for level, what, cost, _ in found
-    ), failures
+    """Return what is said of the records, as the command prints it, and the recorder's failures.
+
+    without: the name of a rule that is left out, or "times": what is said of the time.
+    """
+    records = runs.read(folder)
+    asked = [rule for rule in rules.RULES if rule.name != without]
+    found = findings.judge_all(records, asked).findings
+    if without != "times" and records.runs:
+        found += times.findings_of(times.parts_of_steps(times.aligned(records.runs[-1])))
+    words = {findings.Found: "found", findings.Question: "question"}
+    text = "\n".join(f"{words[type(each)]}: {each.what}\n  {each.why}" for each in found)
+    return text, records.failures
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
             result = fork_ranks(BASE, cwd=folder)
         else:
             records, result = watched(folder, {}, broken=how == "broken")
-            assert len(check_training.read(str(records))[2]) == 2 * (how == "broken")
+            assert len(runs.read(records).failures) == 2 * (how == "broken")
         outputs.append(
             (
                 result.status,
@@ -122,12 +122,12 @@ class Elsewhere:
 
 
 def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
-    import check_training_recorder as recorder
+    from check_training.recorder import fingerprints
 
     monkeypatch.setattr(torch, "Tensor", Elsewhere)
-    monkeypatch.setattr(recorder, "torch", torch)
-    assert recorder.readable(Elsewhere(), 0)
-    assert not any(recorder.readable(Elsewhere(), i) for i in (recorder.FIRST, 100, 10**9))
+    assert fingerprints.readable(Elsewhere(), 0)
+    for step in fingerprints.FIRST, 100, 10**9:
+        assert not fingerprints.readable(Elsewhere(), step)
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,10 @@ def draw(steps_of_ranks):
 def around_the_median(steps_of_ranks):
     """Return a Window around a step of the first rank that took its median time, or None."""
     common = sorted(set.intersection(*(set(steps) for steps in steps_of_ranks.values())))
-    known = [number for number in common if number - 1 in common]  # when they begin
-    inner = [number for number in known if number > 2 and number + 3 in common] or known
+    inner = [number for number in common if number > 2 and {number - 1, number + 3} <= {*common}]
+    if not inner:
+        before = {number - 1 for number in common[1:]} & set().union(*steps_of_ranks.values())
+        inner = [number for number in common[1:] if number - 1 in before]
     if not inner:
         return None
     first = next(iter(steps_of_ranks.values()))

@@ -117,8 +117,11 @@ def install():
 
 
 def safely(function, *args):
-    """Call a function of the recorder. If it fails, say so in a file, and note nothing more."""
-    if not switch.on:
+    """Call a function of the recorder. If it fails, say so in a file, and note nothing more.
+
+    What torch.compile reads in order to compile it calls nothing: the recorder is no part of that.
+    """
+    if torch.compiler.is_compiling() or not switch.on:
         return None
     try:
         return function(*args)
@@ -151,7 +154,7 @@ def _wrap(hook):
 
     @functools.wraps(inner)
     def call(*args, **kwargs):
-        # The first question keeps the rest out of what torch.compile reads.
+        # Of this, torch.compile reads the first question alone: it compiles inner.
         if torch.compiler.is_compiling() or not switch.on:
             return inner(*args, **kwargs)
         inside = this_thread.__dict__.setdefault("inside", set())

@@ -91,6 +91,7 @@ def watch_and_report(args, folder):
 
 
 def main():
+    """Watch the command; exit with the status."""
     args = parse_args()
     folder = tempfile.mkdtemp(prefix="check_training_")
     with foreign_command.cleaning_up(folder):

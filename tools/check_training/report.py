@@ -13,7 +13,6 @@ from .rules import RULES
 
 TOP = pathlib.Path(__file__).absolute().parents[2]  # where the pages are
 COLUMNS = 100  # of a printed line
-LEVELS = {True: "found", False: "asked"}  # in the file of --json: is it a Found?
 NOT_LOOKED_INTO = {  # {a name in FEATURES: what is not seen of it}
     "shards": "the weights of DTensors or FSDP (their ranks hold parts)",
     "to_one": "what ranks send to each other one by one (a pipeline)",
@@ -35,30 +34,18 @@ class Report:
 def put_together(records, watched, seconds, stall):
     """Return a Report. watched: a Watched. seconds, stall: the options, as of watching.watch()."""
     judgement = judge_all(records, RULES)
-    findings = list(judgement.findings)
-    several = [run for run in records.runs if len(run.ranks) > 1]
-    longest = max(several, key=lambda run: (run.first.steps_taken, run.first.begin), default=None)
-    lines, steps_to_draw = [], None
+    findings, lines, steps = list(judgement.findings), [], {}
+    longest = longest_run(records)
     if longest is not None:
         steps = times.aligned(longest)
         table = times.parts_of_steps(steps)
         lines += times.lines_of(longest, table)
         findings += [each for each in times.findings_of(table) if each not in findings]
-        if longest.first.steps_taken > 4:
-            steps_to_draw = steps
-    if watched.ended == "stall":
-        stands_still = Found(
-            f"it stands still for {stall:g} s: {where_ranks_stand(records)}",
-            read="pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
-        )
-        if "calls" in judgement.wrong:  # its cause
-            findings.append(stands_still)
-        else:
-            findings.insert(0, stands_still)
-    elif watched.status and not watched.ended:
-        fails = Found(f"the script fails, with status {watched.status}", watched.error)
-        findings.insert(0, fails)
-    lines += why_nothing_is_found(records, watched, seconds, findings, longest)
+    end = how_it_ended(records, watched, stall)
+    if end is not None:
+        its_cause_is_said = watched.ended == "stall" and "calls" in judgement.wrong
+        findings.insert(len(findings) if its_cause_is_said else 0, end)
+    lines += why_nothing_is_found(records, watched, seconds, findings)
     failed = "the recorder failed in a process, which ran on without it: "
     lines += [failed + failure for failure in sorted(set(records.failures))]
     if watched.ended == "seconds":
@@ -66,8 +53,27 @@ def put_together(records, watched, seconds, stall):
     lines += what_was_seen(records)
     findings.sort(key=lambda each: not isinstance(each, Found))
     found = any(isinstance(each, Found) for each in findings)
-    nothing_seen = not records.runs and not records.strangers
-    return Report(with_places(findings), lines, steps_to_draw, int(found or nothing_seen))
+    status = int(found or not all_ranks(records))
+    can_be_drawn = longest is not None and longest.first.steps_taken > 4
+    return Report(with_places(findings), lines, steps if can_be_drawn else None, status)
+
+
+def longest_run(records):
+    """Return the run of several ranks that has taken most steps, or None."""
+    several = [run for run in records.runs if len(run.ranks) > 1]
+    return max(several, key=lambda run: (run.first.steps_taken, run.first.begin), default=None)
+
+
+def how_it_ended(records, watched, stall):
+    """Return what is found if the command stands still or fails, or None."""
+    if watched.ended == "stall":
+        return Found(
+            f"it stands still for {stall:g} s: {where_ranks_stand(records)}",
+            read="pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
+        )
+    if watched.status and not watched.ended:
+        return Found(f"the script fails, with status {watched.status}", watched.error)
+    return None
 
 
 def where_ranks_stand(records):
@@ -86,11 +92,8 @@ def all_ranks(records):
     return [rank for run in records.runs for rank in run.ranks.values()] + records.strangers
 
 
-def why_nothing_is_found(records, watched, seconds, findings, longest):
-    """Yield the line that says why there are no findings, if there is something to say.
-
-    longest: the run of several ranks that was longest, or None.
-    """
+def why_nothing_is_found(records, watched, seconds, findings):
+    """Yield the line that says why there is nothing to judge, or that nothing is found."""
     ranks = all_ranks(records)
     if not ranks:
         if watched.ended == "seconds":
@@ -108,7 +111,8 @@ def why_nothing_is_found(records, watched, seconds, findings, longest):
             " finished checkpoint? Then start it in a new folder"
         )
     elif not findings:
-        yield "nothing found" if longest else "one rank alone: there was nothing to compare"
+        alone = longest_run(records) is None
+        yield "one rank alone: there was nothing to compare" if alone else "nothing found"
 
 
 def what_was_seen(records):
@@ -188,7 +192,7 @@ def as_json(report, watched):
     """Return a Report as JSON, for another program."""
     said = [
         {
-            "level": LEVELS[isinstance(each, Found)],
+            "level": "found" if isinstance(each, Found) else "asked",
             "what": each.what,
             "cost": each.why,
             "read": each.read,

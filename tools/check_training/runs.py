@@ -34,9 +34,9 @@ class LoaderPass:
         A list of its batches, from which the script trains afterwards, looks alike.
         """
         progress = self.progress
-        if not progress.over or not progress.batches or progress.backwards:
+        if not progress.over or not progress.batches:
             return False
-        if self.backwards_after > 1:
+        if progress.backwards or self.backwards_after > 1:
             return False
         return not progress.gradients or any(not mode.training for mode in progress.modes_after)
 

@@ -186,7 +186,9 @@ def waits_for_another(rank, table):
     steps = table[rank]
     typical = statistics.median(row["waiting"] / row[WHOLE] for row in steps.values())
     other = last_in_most_steps(rank, table)
-    if other in (rank, None) or typical <= 0.3 or len(steps) < 20:
+    if typical <= 0.3 or len(steps) < 20:
+        return
+    if other in (rank, None):
         return
     mine, others = medians_of(steps), medians_of(table[other])
     own_parts = "loading", "forward", "backward", "optimizer", "saving", "rest"

@@ -17,7 +17,7 @@ class Apart:
     wrapped: Wrapped | None  # the DDP object of its parameters; None: they are in none
     common: list[int]  # numbers of the steps that all ranks have noted
     bad: list[int]  # of these, those before which the weights differ
-    since: int  # the last of them before the weights differ: this step took them apart
+    since: int  # the last one before the first of these: this step took the weights apart
 
     @property
     def ranks(self):

@@ -125,11 +125,11 @@ def stream_from_each_worker(run):
     for loader in run.training_loaders():
         first = loader.firsts[0]
         workers, bits = first.start.workers, first.progress.batch_bits
-        if not first.start.is_stream or workers < 2 or len(set(bits)) < 2:
+        if not first.start.is_stream or workers < 2:
             continue
         again = sum(one == other for one, other in itertools.pairwise(bits))
         expected = len(bits) * (1 - 1 / workers)
-        if again >= 0.8 * expected > 2:
+        if len(set(bits)) > 1 and again >= 0.8 * expected > 2:
             yield Found(
                 f"each batch of the stream comes {workers} times ({loader.line}): once from each"
                 " worker",
@@ -237,7 +237,9 @@ def batch_skipped_alone(run):
     for steps in run.optimizers():
         common = steps.common
         odd = [n for n in common if differ(step.batches for step in steps.at(n).values())]
-        if len(steps.of) < 2 or not 0 < len(odd) < len(common) / 2 or max(common) < 8:
+        if len(steps.of) < 2 or not 0 < len(odd) < len(common) / 2:
+            continue
+        if max(common) < 8:
             continue
         row = steps.at(odd[0])
         yield Question(
@@ -258,7 +260,8 @@ def loader_is_empty(run):
     """
     for rank in run.ranks.values():
         for each in rank.passes:
-            if each.progress.exhausted and not each.progress.batches and not rank.steps:
+            empty = each.progress.exhausted and each.progress.batches == 0
+            if empty and not rank.steps:
                 yield Found(
                     f"the loader of {each.start.line} yields no batch: nothing is trained",
                     f"{each.start.length} items, drop_last: {each.start.drop_last}",

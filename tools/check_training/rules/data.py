@@ -47,8 +47,9 @@ def subsets_differ(run):
     """
     for subsets in subsets_by_key(run):
         one = subsets[0]
-        whole = [(each.of_length, each.contents, each.listed) for each in subsets]
-        if len(subsets) < 2 or differ(whole) or not differ(each.order for each in subsets):
+        if differ((each.of_length, each.contents, each.listed) for each in subsets):
+            continue
+        if not differ(each.order for each in subsets):
             continue
         sketches = [set(each.sketch) for each in subsets]
         common, least = len(set.intersection(*sketches)), min(map(len, sketches))
@@ -168,8 +169,9 @@ def whole_set_on_each_rank(run):
         one = firsts[0]
         if len(firsts) < len(run.ranks) or not goes_through_the_whole(firsts):
             continue
-        sure = run.wrapped and one.progress.batches < 300
-        kind = Found if sure and are_one_set(firsts) and draw_all_items(firsts) else Question
+        was_read = run.wrapped and one.progress.batches < 300
+        are_the_same = are_one_set(firsts) and draw_all_items(firsts)
+        kind = Found if was_read and are_the_same else Question
         doubt = "" if kind is Found else ", unless each rank has a set of its own"
         yield kind(
             f"each rank goes through all {one.start.length} items ({loader.line},"
@@ -185,7 +187,9 @@ def goes_through_the_whole(firsts):
     firsts: the first LoaderPass of each rank.
     """
     start = firsts[0].start
-    if start.replicas or start.is_stream or not start.length:
+    if start.replicas or start.is_stream:
+        return False
+    if not start.length:
         return False
     sets = [(each.start.length, each.start.contents, each.start.listed) for each in firsts]
     if differ(sets):

@@ -20,8 +20,9 @@ def items_counted_twice(run):
             first = passes[0]
             start = first.start
             padding = (start.total_size or 0) - (start.length or 0)
-            whole = first.progress.exhausted and not start.drop_last and start.length
-            if not whole or padding <= 0:
+            if not first.progress.exhausted or start.drop_last:
+                continue
+            if not start.length or padding <= 0:
                 continue
             gathers = gathers_around(run.ranks[rank], first)
             kind = Question if gathers else Found
@@ -55,7 +56,8 @@ def items_left_out(run):
             if start.loader_object in trains_with or not rows:
                 continue
             rest = (start.share or 0) - rows
-            if first.progress.exhausted and start.drop_last and rest > 0:
+            drops = first.progress.exhausted and start.drop_last
+            if drops and rest > 0:
                 yield Found(
                     f"the evaluation ({loader.line}) leaves out {rest} of {start.share} items:"
                     " drop_last",
@@ -152,7 +154,8 @@ def whole_evaluation_on_each_rank(run):
             for each in passes
         ]
         mean = sum(taken) / len(loader.passes)
-        if all(bits) and not differ(bits) and mean > seconds / 30:
+        the_same = all(bits) and not differ(bits)
+        if the_same and mean > seconds / 30:
             yield Question(
                 f"every rank evaluates the whole set ({loader.line}): {mean / seconds:.0%} of the"
                 " time",

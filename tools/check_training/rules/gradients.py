@@ -150,11 +150,8 @@ def exchanged_several_times(run):
     for own in steps_of_each_rank(run):
         if len(own.rank.steps) > 1 or leaves_out_exchanges(own.rank):
             continue
-        several = [
-            step.backwards
-            for step in own.steps
-            if step.backwards > 1 and step.exchanged and step.forwards == step.backwards
-        ]
+        exchanged = [step for step in own.steps if step.exchanged and step.backwards > 1]
+        several = [step.backwards for step in exchanged if step.forwards == step.backwards]
         if most(len(several), len(own.steps)) and not differ(several):
             yield Question(
                 f"gradients are exchanged {several[0]} times for one step {own.where}",
@@ -178,7 +175,8 @@ def rest_thrown_away(run):
         backwards = collections.Counter(step.backwards for step in steps.values())
         [(usual, _)] = backwards.most_common(1)
         lost = [each for each in rank.records(ThrownAway) if 0 < each.backwards < usual]
-        if usual > 1 and lost and len(lost) <= len(rank.passes):
+        once_an_epoch = 0 < len(lost) <= len(rank.passes)
+        if usual > 1 and once_an_epoch:
             yield Question(
                 f"at {lost[0].line}, zero_grad() throws away {lost[0].backwards} of {usual}"
                 " accumulated backward passes, at the end of each epoch",

@@ -59,7 +59,7 @@ def some_call_the_wrapper(run):
         counts = {rank: calls_by_line(run, rank, number) for rank in run.members(wrapped)}
         totals = [count.total() for count in counts.values()]
         unequal = run.stalled or differ(totals)
-        if not totals or min(totals) < 2 or not unequal:
+        if min(totals, default=0) < 2 or not unequal:
             continue
         for line in sorted({line for count in counts.values() for line in count}):
             callers = [rank for rank, count in counts.items() if line in count]

@@ -49,7 +49,8 @@ def group_of_one(run):
 def own_batch_norm(run):
     """DDP broadcasts no buffers: each rank's BatchNorm keeps means of its own."""
     for wrapped in run.wrapped.values():
-        if wrapped.has_batch_norm and not wrapped.sends_buffers and len(wrapped.group) > 1:
+        own = wrapped.has_batch_norm and not wrapped.sends_buffers
+        if own and len(wrapped.group) > 1:
             yield Question(
                 f"DDP() of {wrapped.line} has broadcast_buffers=False: each rank's BatchNorm has"
                 " means of its own",

@@ -42,7 +42,8 @@ def other_mode_on_a_rank(run):
         trains = [rank for rank, of in forwards.of.items() if of and first_in_eval_mode(of) is None]
         for rank, of in forwards.of.items():
             row = [*of.values()]
-            if len(row) > 7 and trains and not any(each.training for each in row):
+            never_trains = len(row) > 7 and not any(each.training for each in row)
+            if never_trains and trains:
                 yield Found(
                     f"rank {rank} trains in eval mode, {in_words(trains)} in train mode",
                     row[0].line,

@@ -16,8 +16,9 @@ def schedule_never_stepped(run):
     for rank in run.ranks.values():
         passes = sum(map(len, rank.training_passes().values()))
         for schedule in schedules_that_count(rank):
+            never_stepped = schedule.calls == 1 and schedule.steps > 20  # by its own start alone
             waits_for_the_epoch = passes < 2 and schedule.steps <= 1000
-            if schedule.calls == 1 and schedule.steps > 20 and not waits_for_the_epoch:
+            if never_stepped and not waits_for_the_epoch:
                 yield Found(
                     f"the schedule {in_words(schedule)} is never stepped: the rate stays",
                     "call its step()",

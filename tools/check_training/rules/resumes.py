@@ -40,8 +40,10 @@ def trains(run):
 @rule()
 def begins_anew(run):
     """A restart loads no file that the attempt before has saved: all is trained again."""
-    has_saved = run.before is not None and run.before.records(Save)
-    if trains(run) and run.first.attempt and has_saved and not resumes(run):
+    restarts = run.before is not None and run.first.attempt > 0
+    if not restarts or not trains(run):
+        return
+    if run.before.records(Save) and not resumes(run):
         yield Question(
             f"attempt {run.first.attempt} begins anew: it loads no file that the attempt before has"
             " saved",
@@ -59,7 +61,9 @@ def optimizer_not_loaded(run):
     """
     notes = [note for rank in run.ranks.values() for note in rank.optimizers.values()]
     has_momentum = any(note.has_momentum for note in notes)
-    if not trains(run) or not has_momentum or run.records(LoadedIntoOptimizer):
+    if not trains(run) or not has_momentum:
+        return
+    if run.records(LoadedIntoOptimizer):
         return
     ours = resumes(run)
     for load in loads_at_first(run):
@@ -85,7 +89,9 @@ def rate_is_set_back(run):
     """
     for load in run.first.records(LoadedIntoOptimizer):
         step = run.first.steps.get(load.optimizer, {}).get(load.next_step)
-        if step is None or step.rates == load.rates or schedule_was_stepped(run, load, step):
+        if step is None or step.rates == load.rates:
+            continue
+        if schedule_was_stepped(run, load, step):
             continue
         yield Question(
             f"the optimizer's state ({load.line}) was loaded with rate {load.rates[0]:.3g}, and the"
@@ -121,7 +127,8 @@ def ranks_begin_in_other_epochs(run):
     """The ranks begin in different epochs: some go on from a file that others do not have."""
     passes = [trained_by_share(rank) for rank in run.ranks.values()]
     epochs = [mine[0].start.epoch for mine in passes if mine]
-    if len(epochs) == len(run.ranks) and differ(epochs) and None not in epochs:
+    all_known = len(epochs) == len(run.ranks) and None not in epochs
+    if all_known and differ(epochs):
         yield Found(
             f"the ranks begin in different epochs: {', '.join(map(str, epochs))}",
             "some go on from a file that others do not have",
@@ -215,8 +222,9 @@ def epoch_is_off(run):
         return
     for rank in goes_on(run):
         begins = rank.after.start.epoch
-        as_it_should = begins in (last + 1, None)
-        if as_it_should or rank.begins_as_the_first or not rank.before[-1].start.shuffle:
+        if begins in (last + 1, None) or rank.begins_as_the_first:
+            continue
+        if not rank.before[-1].start.shuffle:
             continue
         yield Found(
             f"epoch {last} was finished and saved, and the resumed run begins with epoch {begins}",

@@ -43,7 +43,9 @@ def weights_come_apart(run):
         return
     for steps in run.optimizers():
         apart = how_far_apart(run, steps)
-        if apart is None or meet_again(apart) or are_experts(apart):
+        if apart is None:
+            continue
+        if meet_again(apart) or are_experts(apart):
             continue
         reason = reason_for(apart)
         if reason is None:
@@ -79,7 +81,7 @@ def how_far_apart(run, steps):
     bad = [number for number in common if places_that_differ(rows[number], "weights")]
     if not bad or not any(more_than_rounding(row) for row in rows.values()):
         return None
-    since = max([number for number in common if number < bad[0]], default=0)
+    since = max([number for number in common if number < bad[0]], default=bad[0])
     return Apart(run, steps, note, wrapped, common, bad, since)
 
 
@@ -103,7 +105,8 @@ def largest_gap(row, what):
     for prints in zip(*(getattr(step, what) for step in row), strict=False):
         for mine in prints:
             first = prints[0]
-            if mine and first and mine != first:
+            both_known = mine is not None and first is not None
+            if both_known and mine != first:
                 difference = abs(mine.norm - first.norm)
                 gaps.append(difference / (abs(mine.norm) + abs(first.norm) + 1e-30))
     return max(gaps, default=0)

@@ -114,6 +114,14 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
 
 
+def test_causes_are_judged_before_their_consequences():
+    """In the order of the files; each rule heeds subjects of others, and says what it sees."""
+    assert findings.in_order(rules.RULES) == rules.RULES
+    subjects = {rule.subject for rule in rules.RULES}
+    assert all(rule.unless | rule.asks_if <= subjects for rule in rules.RULES)
+    assert all(rule.function.__doc__ for rule in rules.RULES)
+
+
 class Elsewhere:
     """Stands for a tensor of a GPU: nothing of it may be read."""
 

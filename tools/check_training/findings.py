@@ -50,7 +50,8 @@ def rule(subject="", unless=(), asks_if=(), of_strangers=False):
 
     subject: what is wrong in a run of which it yields something ("data", "weights"); "" if no other
         rule need know.
-    unless: it is not asked if one of these subjects is wrong: it would see consequences alone.
+    unless: it is not asked if one of these subjects is wrong: it would see consequences alone. Its
+        own subject may be one: then the rules of this subject before it hide it.
     asks_if: what it finds becomes a question if one of these subjects is wrong.
     of_strangers: it takes a list of ranks that have joined no group. It is asked where no group
         came together.

@@ -74,22 +74,21 @@ def around_the_median(steps_of_ranks):
     """Return a Window around a step of the first rank that took its median time, or None."""
     common = sorted(set.intersection(*(set(steps) for steps in steps_of_ranks.values())))
     inner = [number for number in common if number > 2 and {number - 1, number + 3} <= {*common}]
-    if not inner:
-        before = {number - 1 for number in common[1:]} & set().union(*steps_of_ranks.values())
-        inner = [number for number in common[1:] if number - 1 in before]
+    inner = inner or common[1:]
     if not inner:
         return None
-    first = next(iter(steps_of_ranks.values()))
+    rows, first = steps_of_ranks.values(), next(iter(steps_of_ranks.values()))
 
     def seconds(number):
         return first[number].end - first.get(number - 1, first[number]).end
 
     middle = sorted(inner, key=seconds)[len(inner) // 2]
+    begins = [steps[middle - 1].end for steps in rows if middle - 1 in steps]
+    if not begins:
+        return None
     shown = [number for number in range(middle, middle + SHOWN) if number in common]
-    rows = steps_of_ranks.values()
-    begin = min(steps[middle - 1].end for steps in rows if middle - 1 in steps)
     end = max(steps[shown[-1]].end for steps in rows)
-    return Window(steps_of_ranks, shown, begin, end)
+    return Window(steps_of_ranks, shown, min(begins), end)
 
 
 def row_of(window, top, rank, steps):

@@ -57,6 +57,20 @@ def just_begun(start):
     return LoaderPass(start, progress)
 
 
+def as_a_stranger(time):
+    """Return what stands for the Joined of a process that has joined no group."""
+    return Joined(
+        time,
+        rank=None,
+        world_size=1,
+        local_world_size=1,
+        host="",
+        attempt=0,
+        cores=1,
+        debugging=[],
+    )
+
+
 class Rank:
     """What one process noted between joining a group and leaving it.
 
@@ -78,15 +92,12 @@ class Rank:
         self._records = collections.defaultdict(list)
         for record in records:
             self._records[type(record)].append(record)
-        joined = next(iter(self.records(Joined)), None)
-        self.number = joined.rank if joined else None
-        self.world_size = joined.world_size if joined else 1
-        self.local_world_size = (joined and joined.local_world_size) or self.world_size
-        self.host = joined.host if joined else None
-        self.attempt = joined.attempt if joined else 0
-        self.cores = joined.cores if joined else 1
-        self.debugging = joined.debugging if joined else []
-        self.begin = (joined or records[0]).time
+        joined = next(iter(self.records(Joined)), None) or as_a_stranger(records[0].time)
+        self.begin, self.number = joined.time, joined.rank
+        self.world_size = joined.world_size
+        self.local_world_size = joined.local_world_size or joined.world_size
+        self.host, self.attempt, self.cores = joined.host, joined.attempt, joined.cores
+        self.debugging = joined.debugging
         self.standing = standing or lines.Standing("")
         self.left = self.records(Left)
         self.steps = {}
@@ -300,7 +311,7 @@ def read(folder, cut=False, stalled=False):
     records, pieces = Records(), []
     for path in sorted(pathlib.Path(folder).iterdir()):
         if path.suffix == ".failed":
-            records.failures.append(path.read_text().strip().splitlines()[-1])
+            records.failures += path.read_text().strip().splitlines()[-1:]
         if path.suffix == ".jsonl":
             pieces += pieces_of(path)
     records.strangers = [each for each in pieces if each.number is None]

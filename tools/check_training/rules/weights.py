@@ -135,12 +135,15 @@ def is_sure(apart, reason):
     meanwhile = [call for call in run.records(Call) if begin < call.time < end]
     if len(apart.bad) < 3:
         return False
+    # Local SGD averages after many steps: this run may have ended before.
     if may_average_later(apart) and not averages_in_each_step(apart, meanwhile, reason):
         return False
+    # Without DDP and without a call, nothing shows that the ranks should hold one model: a sweep?
     if not run.wrapped and not meanwhile:
         return False
     if reason.given_by is not_all_by_hand and not run.wrapped:
         return len(meanwhile) > max(steps) / 2
+    # A long accumulation, of which a run that was cut shows the first part alone, looks alike.
     if reason.given_by is last_forward_in_no_sync and run.cut:
         return len(apart.common) > 40
     return True

@@ -14,11 +14,8 @@ def schedule_never_stepped(run):
     is stepped after each epoch, in a run of one epoch.
     """
     for rank in run.ranks.values():
-        passes = sum(map(len, rank.training_passes().values()))
         for schedule in schedules_that_count(rank):
-            never_stepped = schedule.calls == 1 and schedule.steps > 20  # by its own start alone
-            waits_for_the_epoch = passes < 2 and schedule.steps <= 1000
-            if never_stepped and not waits_for_the_epoch:
+            if is_never_stepped(rank, schedule):
                 yield Found(
                     f"the schedule {in_words(schedule)} is never stepped: the rate stays",
                     "call its step()",
@@ -33,7 +30,9 @@ def schedule_rises_again(run):
     """
     for rank in run.ranks.values():
         for schedule in schedules_that_count(rank):
-            if schedule.name == "CosineAnnealingLR" and schedule.last > schedule.total:
+            if schedule.name != "CosineAnnealingLR" or is_never_stepped(rank, schedule):
+                continue
+            if schedule.last > schedule.total:
                 yield Question(
                     f"{in_words(schedule)} was made for {schedule.total} steps, and its step() was"
                     f" called {schedule.last} times: the rate rises again",
@@ -53,6 +52,8 @@ def schedule_of_one_process(run):
         for schedule in schedules_that_count(rank):
             if not schedule.total or schedule.steps != schedule.last:
                 continue
+            if is_never_stepped(rank, schedule):
+                continue
             times_fewer = schedule.total / max(1, schedule.last)
             if abs(times_fewer / run.world_size - 1) < 0.1:
                 yield Question(
@@ -61,6 +62,14 @@ def schedule_of_one_process(run):
                     "was its length counted before the data were shared out?",
                     "pitfalls/learning_rate_and_world_size.py",
                 )
+
+
+def is_never_stepped(rank, schedule):
+    """Return whether a Schedule of a rank should have been stepped by the end of the run."""
+    if schedule.calls != 1:  # one is its own start's
+        return False
+    passes = sum(map(len, rank.training_passes().values()))
+    return schedule.steps > 1000 or (schedule.steps > 20 and passes > 1)
 
 
 def schedules_that_count(rank):

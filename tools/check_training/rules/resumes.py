@@ -26,7 +26,7 @@ def saved_before(run):
     return {each.path for each in kept}
 
 
-def resumes(run):
+def loads_from_before(run):
     """Return the loads before the first step of what the start before has saved."""
     paths = saved_before(run)
     return [load for load in loads_at_first(run) if load.path in paths]
@@ -43,7 +43,7 @@ def begins_anew(run):
     restarts = run.before is not None and run.first.attempt > 0
     if not restarts or not trains(run):
         return
-    if run.before.records(Save) and not resumes(run):
+    if run.before.records(Save) and not loads_from_before(run):
         yield Question(
             f"attempt {run.first.attempt} begins anew: it loads no file that the attempt before has"
             " saved",
@@ -65,19 +65,19 @@ def optimizer_not_loaded(run):
         return
     if run.records(LoadedIntoOptimizer):
         return
-    ours = resumes(run)
+    ours = loads_from_before(run)
     for load in loads_at_first(run):
         if load not in ours and not load.has_optimizer:
             continue
-        kind = Found if load in ours else Question
-        yield kind(
+        what = (
             f"{load.line} loads {os.path.basename(load.path)}, and training goes on without the"
-            " optimizer's state",
-            "its momentum begins at 0 after each resume"
-            if load in ours
-            else "right for fine-tuning; after a crash the momentum is lost",
-            NO_STATE,
+            " optimizer's state"
         )
+        if load in ours:
+            yield Found(what, "its momentum begins at 0 after each resume", NO_STATE)
+        else:
+            why = "right for fine-tuning; after a crash the momentum is lost"
+            yield Question(what, why, NO_STATE)
         return
 
 
@@ -152,7 +152,7 @@ def finished_before(run):
 
     Empty if the run goes on from no file of the start before.
     """
-    loaded = {load.path for load in resumes(run)}
+    loaded = {load.path for load in loads_from_before(run)}
     if not loaded:
         return {}
     before = run.before

@@ -216,6 +216,6 @@ def _is_gradient(tensor):
 def _one_for_all(args, kwargs):
     """Return whether slots of an all_gather's list are the same tensor."""
     slots = args[0] if args else kwargs.get("tensor_list")
-    if not isinstance(slots, list) or not slots[0].numel():
+    if not isinstance(slots, list) or not slots or not slots[0].numel():
         return False
     return len({slot.data_ptr() for slot in slots}) < len(slots)

@@ -66,7 +66,7 @@ def test_what_is_noted_is_read_and_what_is_read_is_noted():
 def test_the_folder_works_alone(tmp_path):
     """Copied to another place, each tool does what it does here."""
     shutil.copytree(TOOLS, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
-    job = ["--", *"torchrun --standalone --nproc-per-node=2 --max-restarts=1".split()]
+    job = ["--", *["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]]
     script = ROOT / "docs/many_processes.py"
     options = {"cwd": tmp_path, "env": ACTIVE, "timeout": 600}
     checked = run(PYTHON, "copied/check_training.py", *job, script, **options)

@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+import shown
 from started import ACTIVE, PYTHON, ROOT, run
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -60,6 +61,18 @@ def test_what_is_noted_is_read_and_what_is_read_is_noted():
     for name, kind in kinds.items():
         fields = {field.name for field in dataclasses.fields(kind)} - {"time"}
         assert fields - read == set(), f"no rule reads these fields of {name}"
+
+
+def test_the_page_shows_what_is_there():
+    """How to add a rule: by one that is there, with its mistake and its right twin."""
+    for name, file in (
+        ("adding a rule: the mistake", "tests/mistakes/check_training.py"),
+        ("adding a rule: the right twin", "tests/mistakes/check_training.py"),
+        ("adding a rule: the rule", "tools/check_training/rules/models.py"),
+    ):
+        lines_shown = [line.strip() for line in shown.block(name).splitlines()]
+        text = "\n".join(line.strip() for line in (ROOT / file).read_text().splitlines())
+        assert len(lines_shown) > 2 and "\n".join(lines_shown) in text, name
 
 
 @pytest.mark.long

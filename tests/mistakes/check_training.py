@@ -609,6 +609,9 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "inputs = torch.randn(1024": "torch.set_default_dtype(torch.float64)\n"
         "    inputs = torch.randn(1024"
     },
+    "no buffers are sent, and there are none": {
+        "DDP(model)": "DDP(model, broadcast_buffers=False)"
+    },
     "one step": {
         "range(5)": "range(1)",
         "randn(1024": "randn(64",

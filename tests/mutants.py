@@ -7,6 +7,7 @@ It draws changes of one script, each of one place: a statement or a decorator de
 False, a comparison turned round, + for -, "or" for "and", a keyword argument dropped. Each is made
 in a copy of the repository, where the plain tests of the script run, but not those that compare
 texts. Prints what was noticed and what LIVED (also tests that do not end in --timeout seconds).
+Of a rule of check_training, all cases are judged anew, by records that are made once.
 A function that stands word for word in 01, 02 or 03 is changed there, too, and its tests there run.
 Not drawn: imports, texts, and the deletion of a name's only assignment.
 """
@@ -50,6 +51,8 @@ TURNED = {
     ast.Or: ast.And,
 }
 TURNED |= {new: old for old, new in TURNED.items() if new is not ast.Mult}
+RULES = ROOT / "tools/check_training/rules"
+CASES_OF_RULES = "tests/test_check_training.py"
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.If)
 
 
@@ -134,6 +137,8 @@ def run_tests(folder, arguments, output):
 
 def tests_of(scripts):
     """Return the words for pytest that choose the tests of some scripts."""
+    if RULES in scripts[0].parents:
+        return ["-m", "long or not long", "-k", "mistake_is or right_script", CASES_OF_RULES]
     names, shared, own = [], [], []  # shared: those that test several scripts, by name
     for script in scripts:
         if script.parent == ROOT:
@@ -176,7 +181,7 @@ def noticed_by(original, script, changed, timeout):
     skipped, deadline = [], time.monotonic() + timeout
     arguments = ["-q", "-x", "-s", "-m", "not long", "-n0", "--tb=short", "-p", "no:cacheprovider"]
     files = {script: changed, **also(script, changed)}
-    arguments += tests_of(files)
+    arguments += tests_of(list(files))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, output = pathlib.Path(temporary, "copy"), pathlib.Path(temporary, "output")
         shutil.copytree(original, folder)
@@ -216,6 +221,7 @@ def main():
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work
         original = pathlib.Path(folder, "original")
+        os.environ["KEPT_RECORDS"] = f"{folder}/records"
         shutil.copytree(
             ROOT, original, ignore=shutil.ignore_patterns(".git", ".venv", "data", "__pycache__")
         )

@@ -363,6 +363,6 @@ def belongs(rank, group):
     first = group[0]
     if (rank.world_size, rank.attempt) != (first.world_size, first.attempt):
         return False
-    if rank.number in {each.number for each in group} or len(group) == first.world_size:
+    if rank.number in {each.number for each in group} or len(group) >= first.world_size:
         return False
     return rank.begin - first.begin < TOGETHER

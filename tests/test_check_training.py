@@ -170,6 +170,12 @@ def test_wrong_calls(tmp_path, options, error):
     assert result.status == 2 and result.error().startswith(error), result.output
 
 
+def test_a_folder_that_was_removed(tmp_path):
+    command = f'mkdir gone; cd gone; rmdir ../gone; "{PYTHON}" "{CHECK}" -- true'
+    result = run("sh", "-c", command, cwd=tmp_path, env=ACTIVE)
+    assert result.status == 2 and "has been removed" in result.error(), result.output
+
+
 @LONG
 def test_the_command_with_a_slow_rank(tmp_path):
     """As on the page; through a shell, with another sitecustomize in the way."""
@@ -225,6 +231,12 @@ def test_the_command_with_a_slow_rank(tmp_path):
             1,
             r"(?s)fails, with status 1.*\(many_proc\w+.py:",
         ),
+        (
+            TWO,
+            before(RANK_0, "if dist.get_rank() == 0: dist.all_reduce(torch.ones(5))"),
+            1,
+            r"(?s)the ranks are in\s+different\s+calls: rank 0 in all_reduce .*rank 1 in backward",
+        ),
     ],
 )
 def test_the_command(tmp_path, command, changes, status, text):
@@ -243,5 +255,5 @@ def test_ctrl_c_ends_all_processes(tmp_path):
         read_until(process, "epoch 3")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-        assert process.returncode == 130, output
+        assert process.returncode == 130 and "\nended by Ctrl-C" in output, output
         assert not [name for name in os.listdir(tmp_path) if name.startswith("check")]

@@ -76,7 +76,7 @@ def watch_and_report(args, folder):
     try:
         watched = watching.watch(args.command, folder, args.seconds, args.stall)
     except OSError as error:
-        stop(f"cannot start the command: {error}")
+        stop(f"cannot start the command, or watch it: {error}")
     cut = bool(watched.ended) or watched.status != 0
     records = runs.read(folder, cut, stalled=watched.ended == "stall")
     said = report.put_together(records, watched, args.seconds, args.stall)
@@ -87,13 +87,20 @@ def watch_and_report(args, folder):
     report.show(said)
     if args.json:
         pathlib.Path(args.json).write_text(report.as_json(said, watched))
-    return said.status
+    return watching.CTRL_C if watched.ended == "Ctrl-C" else said.status
 
 
 def main():
     """Watch the command; exit with the status."""
     args = parse_args()
-    folder = tempfile.mkdtemp(prefix="check_training_")
+    try:
+        os.getcwd()
+    except OSError:
+        stop("the current folder has been removed: change to another one")
+    try:
+        folder = tempfile.mkdtemp(prefix="check_training_")
+    except OSError as error:
+        stop(f"cannot write temporary files: {error}")
     with foreign_command.cleaning_up(folder):
         sys.exit(watch_and_report(args, folder))
 

@@ -50,14 +50,15 @@ class Standing:
 
     what: str  # "all_reduce", "forward", "backward", "the loader", "a file"; "": the script's code
     line: str = ""
+    failed: bool = False  # it is in it no more: it has raised an error, and nothing came after
 
     def written(self, time):
         """Return the file's bytes. time: seconds, so that the file changes with each call."""
-        text = f"{time:.3f}|{self.what}|{self.line}"
+        text = f"{time:.3f}|{self.what}|{self.line}|{'failed' if self.failed else ''}"
         return text.encode("ascii", "replace")[: self.SIZE].ljust(self.SIZE)
 
     @classmethod
     def read(cls, content):
         """Return the Standing of a file's bytes. If nothing was written yet, both are ""."""
-        _, what, line = [*content.decode("ascii", "replace").split("|"), "", ""][:3]
-        return cls(what.strip(), line.strip())
+        _, what, line, failed = [*content.decode("ascii", "replace").split("|"), "", "", ""][:4]
+        return cls(what.strip(), line.strip(), failed.strip() == "failed")

@@ -10,6 +10,7 @@ from .findings import Found, judge_all
 from .records.files import Save
 from .records.model import Buffers
 from .rules import RULES
+from .watching import ALONE
 
 TOP = pathlib.Path(__file__).absolute().parents[2]  # where the pages are
 COLUMNS = 100  # of a printed line
@@ -48,8 +49,9 @@ def put_together(records, watched, seconds, stall):
     lines += why_nothing_is_found(records, watched, seconds, findings)
     failed = "the recorder failed in a process, which ran on without it: "
     lines += [failed + failure for failure in sorted(set(records.failures))]
-    if watched.ended == "seconds":
-        lines.append(f"ended after {seconds:g} s (--seconds): what comes later was not seen")
+    by = {"seconds": f"after {seconds:g} s (--seconds)", "Ctrl-C": "by Ctrl-C"}
+    if watched.ended in by:
+        lines.append(f"ended {by[watched.ended]}: what comes later was not seen")
     lines += what_was_seen(records)
     findings.sort(key=lambda each: not isinstance(each, Found))
     found = any(isinstance(each, Found) for each in findings)
@@ -72,8 +74,31 @@ def how_it_ended(records, watched, stall):
             read="pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
         )
     if watched.status and not watched.ended:
-        return Found(f"the script fails, with status {watched.status}", watched.error)
+        failed = f"the script fails, with status {watched.status}"
+        stood = where_ranks_stood(records)
+        if len(set(stood.values())) > 1:
+            places = "; ".join(f"rank {rank} in {place}" for rank, place in [*stood.items()][:8])
+            return Found(
+                f"{failed}, as the ranks are in different calls: {places}",
+                watched.error,
+                "pitfalls/collective_on_one_rank.py",
+            )
+        return Found(failed, watched.error)
     return None
+
+
+def where_ranks_stood(records):
+    """Return {rank: "all_reduce at train.py:42"} of the last run: in which exchange each ended.
+
+    It may have died there, or come back with an error. Ranks that were elsewhere are left out.
+    """
+    if not records.runs:
+        return {}
+    return {
+        number: f"{rank.standing.what} at {rank.standing.line}"
+        for number, rank in sorted(records.runs[-1].ranks.items())
+        if rank.standing.what not in ALONE
+    }
 
 
 def where_ranks_stand(records):
@@ -97,7 +122,9 @@ def why_nothing_is_found(records, watched, seconds, findings):
     ranks = all_ranks(records)
     if not ranks:
         if watched.ended == "seconds":
-            yield (f"no process came to training within {seconds:g} s: --seconds gives it more")
+            yield f"no process came to training within {seconds:g} s: --seconds gives it more"
+        elif watched.ended:
+            yield "no process came to training yet"
         elif watched.status:
             yield "no process came to training"
         else:

@@ -11,6 +11,8 @@ from .records.optimizer import Optimizer, Step
 from .records.process import Joined, Left, Uses
 from .records.times import StepTimes
 
+# An error that could not be written either.
+NO_ROOM = "nothing can be written to {folder}: is the disk full? TMPDIR=FOLDER names another one"
 TOGETHER = 60  # seconds within which the ranks of one group join it
 
 
@@ -134,7 +136,7 @@ class Rank:
     @property
     def where(self):
         """What it was in at last, in words: "in all_reduce at train.py:42"; "": in its own code."""
-        if not self.standing.what:
+        if not self.standing.what or self.standing.failed:
             return ""
         return f"in {self.standing.what} at {self.standing.line}"
 
@@ -311,7 +313,8 @@ def read(folder, cut=False, stalled=False):
     records, pieces = Records(), []
     for path in sorted(pathlib.Path(folder).iterdir()):
         if path.suffix == ".failed":
-            records.failures += path.read_text().strip().splitlines()[-1:]
+            said = path.read_text().strip().splitlines()
+            records.failures.append(said[-1] if said else NO_ROOM.format(folder=path.parent))
         if path.suffix == ".jsonl":
             pieces += pieces_of(path)
     records.strangers = [each for each in pieces if each.number is None]

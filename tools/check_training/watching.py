@@ -13,6 +13,7 @@ import foreign_command
 from .lines import Standing
 
 SITE = "site-packages"  # so foreign_command.error() takes the recorder for a package
+CTRL_C = 128 + signal.SIGINT  # the exit status, as foreign_command.cleaning_up() raises it
 LAST_SAVE = 15  # seconds that a script has to save after SIGTERM
 # What a process may be in for long, and no other rank need come for it to go on.
 ALONE = {"", "the loader", "forward", "a file"}
@@ -23,7 +24,7 @@ class Watched:
     """How the command ended."""
 
     status: int | None  # its exit status; None: it was ended
-    ended: str  # why it was ended: "seconds", "stall"; "": it ended by itself
+    ended: str  # why it was ended: "seconds", "stall", "Ctrl-C"; "": it ended by itself
     error: str  # the script's own error, in a line; "" if it has said none
 
 
@@ -36,7 +37,12 @@ def watch(command, records, seconds, stall):
     running = foreign_command.start(
         command, stdin=None, prefix="check", env=environment_with_recorder(records)
     )
-    ended = wait_for_the_end(running, records, seconds, stall)
+    try:
+        ended = wait_for_the_end(running, records, seconds, stall)
+    except SystemExit as end:
+        if end.code != CTRL_C:
+            raise
+        ended = "Ctrl-C"  # what was recorded is judged nevertheless
     status = running.poll()
     if ended == "seconds":  # a script that saves on SIGTERM may do so
         running.process.send_signal(signal.SIGTERM)
@@ -105,11 +111,12 @@ def files_of(records):
 
 def are_waiting(files):
     """Return for each process that lives whether it waits for others. files: as of files_of()."""
-    return [
-        Standing.read(content).what not in ALONE
+    living = [
+        Standing.read(content)
         for name, content in files.items()
         if name.endswith(".now") and os.path.exists(f"/proc/{name.split('-')[0]}")
     ]
+    return [each.what not in ALONE and not each.failed for each in living]
 
 
 def cpu_seconds(running):

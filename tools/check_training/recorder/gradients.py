@@ -8,8 +8,8 @@ from ..records.optimizer import Clip, ThrownAway
 from . import model, optimizer, times
 from .counters import counters
 from .fingerprints import looked_at, readable, tensors_in
-from .hooks import after, around
-from .notebook import count, note, now, stand
+from .hooks import RAISED, after, around
+from .notebook import count, note, now, stand, stand_no_more
 from .script_lines import where
 from .times import span
 
@@ -34,7 +34,7 @@ def backward(args, kwargs):
     model.state.waiting = max(0, model.state.waiting - 1)
     stand("backward", counters.backward_line)
     begin = now()
-    yield
+    result = yield
     end = now()
     if handle is not None:
         handle.remove()
@@ -44,7 +44,7 @@ def backward(args, kwargs):
     else:
         span("backward", begin, end)
     counters.phase += bool(model.state.exchanges)
-    stand("")
+    stand_no_more("backward", counters.backward_line, failed=result is RAISED)
     for known in optimizer.state.known.values():
         if known.stale and looked_at(known.step):
             known.smallest_bits = known.smallest_gradient()

@@ -64,10 +64,21 @@ def number_in_environment(name):
     return int(text) if text.isdigit() else None
 
 
-def stand(what, line=""):
-    """Leave word what this process is in, in case that it does not come back; "": nothing."""
+def stand(what, line="", failed=False):
+    """Leave word what this process is in, in case that it does not come back; "": nothing.
+
+    failed: it has raised an error there.
+    """
     if notebook.file is not None:
-        notebook.standing[:] = Standing(what, line).written(now())
+        notebook.standing[:] = Standing(what, line, failed).written(now())
+
+
+def stand_no_more(what, line, failed):
+    """Leave word that this process is in its own code again, or with which error it came back."""
+    if failed:
+        stand(what, line, failed)
+    else:
+        stand("")
 
 
 def count(what):

@@ -19,7 +19,7 @@ from . import model, optimizer, passes
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
-from .notebook import note, now, number_in_environment, open_files, stand, uses
+from .notebook import note, now, number_in_environment, open_files, stand, stand_no_more, uses
 from .script_lines import where
 from .state import kept, switch
 from .times import span
@@ -164,10 +164,11 @@ def collective(name, args, kwargs):
     begin = now()
     result = yield
     counters.phase += 1
+    failed = result is RAISED
     span("collective", begin, now())
-    stand("")
+    stand_no_more(name, fields["line"], failed)
     if number < MOST_CALLS:
-        note(Call, number=number, phase=counters.phase, failed=result is RAISED, **fields)
+        note(Call, number=number, phase=counters.phase, failed=failed, **fields)
 
 
 for _name in COLLECTIVES:

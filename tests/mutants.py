@@ -138,7 +138,13 @@ def run_tests(folder, arguments, output):
 def tests_of(scripts):
     """Return the words for pytest that choose the tests of some scripts."""
     if RULES in scripts[0].parents:
-        return ["-m", "long or not long", "-k", "mistake_is or right_script", CASES_OF_RULES]
+        return [
+            "-m",
+            "long or not long",
+            "-k",
+            "mistake_is or right_script or rule_says",
+            CASES_OF_RULES,
+        ]
     names, shared, own = [], [], []  # shared: those that test several scripts, by name
     for script in scripts:
         if script.parent == ROOT:
@@ -221,7 +227,7 @@ def main():
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:  # so that you can go on with your work
         original = pathlib.Path(folder, "original")
-        os.environ["KEPT_RECORDS"] = f"{folder}/records"
+        os.environ.setdefault("KEPT_RECORDS", f"{folder}/records")
         shutil.copytree(
             ROOT, original, ignore=shutil.ignore_patterns(".git", ".venv", "data", "__pycache__")
         )

@@ -22,6 +22,7 @@ from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
 from check_training import findings, rules, runs, times
+from mistakes.records import CASES
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
@@ -108,6 +109,15 @@ def test_a_mistake_is_named(tmp_path, name):
 def test_a_right_script_is_not_accused(tmp_path, name):
     folder = records_of(tmp_path, name, RIGHT[name])
     assert said(folder, without="times") == ("", [])
+
+
+@pytest.mark.parametrize("rule", sorted({name for name, *_ in CASES}))
+def test_what_a_rule_says_of_records(rule):
+    """Of those that show its mistake, and of those that look alike, and differ in one thing."""
+    [asked] = [each for each in rules.RULES if each.name == rule]
+    for name, kind, ranks in CASES:
+        said = {type(each) for each in findings.judge(ranks, [asked]).findings}
+        assert name != rule or said == {kind} - {None}, CASES.index((name, kind, ranks))
 
 
 def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):

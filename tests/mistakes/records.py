@@ -1,0 +1,360 @@
+"""What rules say of records that are written by hand: a case for each thing that looks alike.
+
+CASES has (rule, what it shall say, a Run). Each base below is a mistake that its rule finds; each
+right twin differs from it in one thing.
+"""
+
+import zlib
+
+from check_training.findings import Found, Question
+from check_training.records.base import Print
+from check_training.records.data import Listed, Pass, Progress, SubsetMade
+from check_training.records.model import Forward, Wrapped
+from check_training.records.optimizer import Clip, Optimizer, Step, ThrownAway
+from check_training.records.process import Call, Joined, Uses
+from check_training.runs import Rank, Run
+
+NOTHING = None
+EIGHT = [*range(8)]
+
+
+def run_of(*ranks, **how):
+    """Return the Run of some ranks, each a list of records."""
+    joined = [
+        Joined(0.0, number, len(ranks), len(ranks), "a machine", 0, 2, [])
+        for number in range(len(ranks))
+    ]
+    return Run([Rank([one, *records]) for one, records in zip(joined, ranks, strict=True)], **how)
+
+
+def both(make, **changes):
+    """Return the Run of two ranks, of which each has what make(rank, **changes) returns."""
+    return run_of(make(0, **changes), make(1, **changes))
+
+
+def wrapped(ddp=0, group=(0, 1)):
+    """Return the record of a DDP object."""
+    return Wrapped(0.0, ddp, "a.py:1", [*group], ["w", "b"], [], False, False, False)
+
+
+def number_of(text):
+    """Return a number for a text, as a checksum stands for a tensor."""
+    return zlib.crc32(str(text).encode())
+
+
+# ---- Data: a rank's pass over a loader, in which it trains ----
+
+
+def a_pass(rank, start=(), progress=(), bits=(), ddp=True, more=()):
+    """Return a rank's records of one pass over 64 items, all of them, in an order of its own.
+
+    start, progress: {field: another value}. bits: of the batches. more: other records.
+    """
+    begun = {
+        "number": 0,
+        "loader": "p1",
+        "loader_object": 0,
+        "line": "a.py:2",
+        "sampler": "RandomSampler",
+        "sampler_object": 1,
+        "length": 64,
+        "share": 64,
+        "total_size": None,
+        "batches": 8,
+        "replicas": None,
+        "replica": None,
+        "epoch": None,
+        "shuffle": None,
+        "drop_last": False,
+        "is_stream": False,
+        "workers": 0,
+        "contents": {"tensors": [1, 2]},
+        "listed": {},
+    }
+    came = {
+        "pass_number": 0,
+        "batches": 8,
+        "rows": 64,
+        "items": 64,
+        "order": rank,
+        "index_sum": 2016,
+        "sketch": [*range(64)],
+        "rising": False,
+        "batch_bits": [number_of(f"{rank} {batch}") for batch in EIGHT] if bits == () else bits,
+        "content": 0.5,
+        "backwards": 8,
+        "gradients": True,
+        "over": True,
+        "exhausted": True,
+    }
+    records = [Pass(1.0, **{**begun, **dict(start)}), Progress(2.0, **{**came, **dict(progress)})]
+    return [*([wrapped()] if ddp else []), *more, *records]
+
+
+def dealt(rank, **changes):
+    """Return a_pass() of a DistributedSampler that deals out halves."""
+    start = {"replicas": 2, "replica": rank, "share": 32, **changes.pop("start", {})}
+    return a_pass(rank, start=start, **changes)
+
+
+WRONG_RANK = [dealt(0), dealt(0)]
+SAME = [f"batch {batch}" for batch in EIGHT]
+ALIKE = [number_of(text) for text in SAME]
+NOT_READ = {"contents": {}, "listed": {}}
+SETS = [
+    ("whole_set_on_each_rank", Found, both(a_pass)),
+    ("whole_set_on_each_rank", Found, both(a_pass, start=NOT_READ)),
+    ("whole_set_on_each_rank", Found, both(a_pass, start=NOT_READ, progress={"content": -0.5})),
+    ("whole_set_on_each_rank", Question, both(a_pass, start=NOT_READ, progress={"content": 0.0})),
+    ("whole_set_on_each_rank", Question, both(a_pass, ddp=False)),
+    ("whole_set_on_each_rank", Question, both(a_pass, progress={"items": 63})),
+    ("whole_set_on_each_rank", Question, both(a_pass, progress={"exhausted": False})),
+    ("whole_set_on_each_rank", Question, both(a_pass, progress={"batches": 300})),
+    ("whole_set_on_each_rank", NOTHING, both(a_pass, start={"is_stream": True})),
+    ("whole_set_on_each_rank", NOTHING, both(a_pass, start={"length": None, "share": None})),
+    ("whole_set_on_each_rank", NOTHING, both(a_pass, start={"share": 32})),
+    ("whole_set_on_each_rank", NOTHING, both(a_pass, start={"batches": None})),
+    ("whole_set_on_each_rank", NOTHING, both(a_pass, progress={"backwards": 0})),
+    ("whole_set_on_each_rank", NOTHING, run_of(a_pass(0), [wrapped()])),
+    ("whole_set_on_each_rank", NOTHING, both(dealt, start={"share": 64})),
+    # Sets of the ranks' own: their contents differ, or what their batches add up to.
+    (
+        "whole_set_on_each_rank",
+        NOTHING,
+        run_of(a_pass(0), a_pass(1, start={"contents": {"x": [3]}})),
+    ),
+    (
+        "whole_set_on_each_rank",
+        Question,
+        run_of(
+            a_pass(0, start=NOT_READ),
+            a_pass(1, start=NOT_READ, progress={"content": 0.6}),
+        ),
+    ),
+    ("whole_set_on_each_rank", Question, run_of(a_pass(0), a_pass(1, progress={"index_sum": 9}))),
+    ("sampler_told_wrong", Found, run_of(*WRONG_RANK)),
+    ("sampler_told_wrong", Found, both(dealt, start={"replicas": 4})),
+    ("sampler_told_wrong", Found, run_of(dealt(0, ddp=False), dealt(0, ddp=False))),
+    ("sampler_told_wrong", NOTHING, both(dealt)),
+    ("sampler_told_wrong", NOTHING, both(a_pass)),
+    ("sampler_told_wrong", NOTHING, run_of(dealt(0), a_pass(1))),
+    ("sampler_told_wrong", NOTHING, run_of(dealt(0), [wrapped()])),
+    # Data parallel in groups of two, beside what splits the model: two ranks have one share.
+    (
+        "sampler_told_wrong",
+        NOTHING,
+        run_of(*[dealt(rank % 2, more=[wrapped(0, (0, 1))]) for rank in range(4)]),
+    ),
+    *[
+        ("sampler_told_wrong", NOTHING, run_of(dealt(0, more=[Uses(0.0, what)]), dealt(0)))
+        for what in ("groups", "shards", "to_one")
+    ],
+    ("same_batches_without_ddp", Question, both(a_pass, bits=ALIKE, ddp=False)),
+    ("same_batches_without_ddp", NOTHING, both(a_pass, bits=ALIKE)),
+    ("same_batches_without_ddp", NOTHING, both(a_pass, ddp=False)),
+    ("same_batches_without_ddp", NOTHING, both(a_pass, bits=ALIKE[:1] * 8, ddp=False)),
+    ("same_batches_without_ddp", NOTHING, both(a_pass, bits=ALIKE[:2] * 4, ddp=False)),
+    ("same_batches_without_ddp", NOTHING, both(a_pass, bits=ALIKE[:7], ddp=False)),
+    ("same_batches_without_ddp", NOTHING, run_of(a_pass(0, bits=ALIKE, ddp=False), [])),
+    ("same_batches_without_ddp", NOTHING, run_of(a_pass(0, bits=ALIKE, ddp=False))),
+]
+
+
+def subset(order=1, items=range(40), length=40, contents=1, key="u1"):
+    """Return the record of a Subset of 80 items."""
+    return [SubsetMade(1.0, key, "a.py:3", length, 80, order, [*items], {"x": [contents]}, {})]
+
+
+def with_list(order, entries=7, name="files"):
+    """Return a_pass() over a dataset with a list of texts."""
+    return a_pass(0, start={"listed": {name: Listed(order, entries)}})
+
+
+SETS += [
+    ("subsets_differ", Found, run_of(subset(1), subset(2))),
+    ("subsets_differ", Found, run_of(subset(1), subset(2, range(20, 60)))),
+    ("subsets_differ", NOTHING, run_of(subset(1), subset(1))),
+    ("subsets_differ", NOTHING, run_of(subset(1), subset(2, range(40, 80)))),  # a share each
+    ("subsets_differ", NOTHING, run_of(subset(1), subset(2, contents=2))),  # other sets
+    ("subsets_differ", NOTHING, run_of(subset(1), subset(2, key="u2"))),
+    ("subsets_differ", NOTHING, run_of(subset(1, []), subset(2, []))),
+    ("subsets_differ", NOTHING, run_of(subset(1), [])),
+    ("entries_in_another_order", Found, run_of(with_list(1), with_list(2))),
+    ("entries_in_another_order", NOTHING, run_of(with_list(1), with_list(1))),
+    ("entries_in_another_order", NOTHING, run_of(with_list(1, 7), with_list(2, 8))),  # shards
+    ("entries_in_another_order", NOTHING, run_of(with_list(1), with_list(2, name="other"))),
+    ("entries_in_another_order", NOTHING, run_of(with_list(1), a_pass(1))),
+]
+
+
+def forwards(rank, bits, count=8, ddp=0, group=(0, 1), **fields):
+    """Return a rank's forward passes, of batches with these bits; each its own, if None."""
+    fields = {"line": "a.py:4", "gradients": True, "training": True, "exchanges": True, **fields}
+    return [wrapped(ddp, group)] + [
+        Forward(1.0, ddp, number, batch=[bits or number_of(f"{rank} {number}")], **fields)
+        if bits is None or isinstance(bits, int)
+        else Forward(1.0, ddp, number, batch=bits[number], **fields)
+        for number in range(count)
+    ]
+
+
+ROWS = [[bits] for bits in ALIKE]
+SETS += [
+    ("same_batches", Found, both(forwards, bits=ROWS)),
+    ("same_batches", NOTHING, both(forwards, bits=None)),
+    ("same_batches", NOTHING, both(forwards, bits=5)),  # one constant batch
+    ("same_batches", NOTHING, both(forwards, bits=ROWS, count=7)),
+    ("same_batches", NOTHING, both(forwards, bits=[None] * 8)),  # they were not read
+    ("same_batches", NOTHING, both(forwards, bits=ROWS, gradients=False)),
+    # Ranks that hold parts of one model are in groups of their own.
+    (
+        "same_batches",
+        NOTHING,
+        run_of(forwards(0, ROWS, group=(0,)), forwards(1, ROWS, ddp=1, group=(1,))),
+    ),
+]
+
+
+# ---- Gradients: a rank's steps with one optimizer of two parameters ----
+
+FULL = [Print(1, 0.5), Print(2, 0.5)]
+BARE = {"gradients": [None, None], "without_gradient": 2}
+
+
+def steps(rank, count=8, more=(), optimizer="o1", each=lambda number: {}, **fields):
+    """Return a rank's steps, all right. each: a function from a step's number to its fields."""
+    right = {
+        "optimizer": optimizer,
+        "line": "a.py:5",
+        "weights": FULL,
+        "gradients": FULL,
+        "without_gradient": 0,
+        "outside": [],
+        "rates": [0.1],
+        "scales": [],
+        "stale": False,
+        "cleared_after": 0,
+        "forwards": 1,
+        "backwards": 1,
+        "two_forwards": False,
+        "exchanged": True,
+        "backward_line": "a.py:6",
+        "batches": 1,
+        "small_sums": 0,
+        "lost_hooks": [],
+        **fields,
+    }
+    made = Optimizer(
+        0.5, optimizer, "a.py:7", [None, None], [[2], [2]], 1, "cpu", True, 1, False, False
+    )
+    taken = [Step(1.0, number=number, **{**right, **each(number)}) for number in range(count)]
+    return [wrapped(), *more, made, *taken]
+
+
+def clips(count=8, **fields):
+    """Return the records of clipping, which is right."""
+    fields = {"parameters": 2, "in_an_optimizer": True, "scaled": False, "norm": 1.0, **fields}
+    return [Clip(1.0, number, "a.py:8", **fields) for number in range(count)]
+
+
+def thrown(backwards=1, count=1):
+    """Return records of zero_grad() that throws gradients away."""
+    return [ThrownAway(1.0, "a.py:9", backwards)] * count
+
+
+def calls(count, is_gradient):
+    """Return records of all_reduce."""
+    call = {"line": "a.py:10", "group": "", "phase_begun": 0, "phase": 0, "failed": False}
+    return [
+        Call(1.0, name="all_reduce", number=number, is_gradient=is_gradient, **call)
+        for number in range(count)
+    ]
+
+
+def from_step(first, **fields):
+    """Return a function for steps(each=...): other fields from a step on."""
+    return lambda number: fields if number >= first else {}
+
+
+TWICE = {"forwards": 2, "backwards": 2}
+INSIDE = [Forward(1.0, 0, 0, "a.py:4", True, True, exchanges=False)]
+EVALUATION = [Forward(1.0, 0, 0, "a.py:4", False, True, exchanges=False)]
+BROKEN = {"gradients": [Print(1, 0.5), Print(2, float("nan"))]}
+LATE = {"cleared_after": 1, "gradients": [Print(1, 0.0), None]}
+OUT = {"outside": ["w"]}
+STEPS = [
+    ("never_cleared", Found, both(steps, count=9, stale=True)),
+    ("never_cleared", NOTHING, both(steps, count=8, stale=True)),  # too few to tell
+    ("never_cleared", NOTHING, both(steps, count=9)),
+    ("never_cleared", NOTHING, both(steps, count=20, each=from_step(12, stale=True))),
+    ("cleared_too_late", Found, both(steps, **LATE)),
+    ("cleared_too_late", NOTHING, both(steps, cleared_after=1)),  # gradients came again
+    ("cleared_too_late", NOTHING, both(steps, **{**LATE, "backwards": 0})),
+    ("cleared_too_late", NOTHING, both(steps, **{**LATE, "cleared_after": 0})),
+    ("cleared_too_late", NOTHING, both(steps, count=7, **LATE)),
+    ("no_gradient_at_all", Found, both(steps, **BARE)),
+    ("no_gradient_at_all", NOTHING, both(steps, **{**BARE, "without_gradient": 1})),
+    ("no_gradient_at_all", NOTHING, both(steps, backwards=0, **BARE)),  # it waits for its turn
+    ("no_gradient_at_all", NOTHING, both(steps, cleared_after=1, **BARE)),  # said by another rule
+    ("no_gradient_at_all", NOTHING, both(steps, more=[Uses(0.0, "shards")], **BARE)),
+    ("no_gradient_at_all", NOTHING, both(steps, count=7, **BARE)),
+    ("not_finite", Found, both(steps, each=from_step(5, **BROKEN))),
+    ("not_finite", Found, both(steps, gradients=[Print(1, float("inf")), None])),
+    ("not_finite", NOTHING, both(steps, gradients=[None, Print(1, 1e30)])),
+    ("parameters_in_no_optimizer", Found, both(steps, count=7, **OUT)),
+    ("parameters_in_no_optimizer", NOTHING, both(steps, count=6, **OUT)),  # too few to tell
+    ("parameters_in_no_optimizer", NOTHING, both(steps)),
+    ("parameters_in_no_optimizer", NOTHING, both(steps, **OUT, **BARE)),  # said by another rule
+    (  # a second optimizer comes later
+        "parameters_in_no_optimizer",
+        NOTHING,
+        both(steps, count=12, each=lambda number: OUT if number < 7 else {}),
+    ),
+    ("exchanged_several_times", Question, both(steps, **TWICE)),
+    ("exchanged_several_times", Question, both(steps, more=EVALUATION, **TWICE)),
+    ("exchanged_several_times", NOTHING, both(steps)),
+    ("exchanged_several_times", NOTHING, both(steps, more=INSIDE, **TWICE)),  # no_sync()
+    ("exchanged_several_times", NOTHING, both(steps, exchanged=False, **TWICE)),
+    ("exchanged_several_times", NOTHING, both(steps, forwards=1, backwards=2)),  # two losses
+    ("exchanged_several_times", NOTHING, both(steps, count=7, **TWICE)),
+    (
+        "exchanged_several_times",
+        NOTHING,
+        both(steps, each=lambda number: {"forwards": 2 + number % 2, "backwards": 2 + number % 2}),
+    ),
+    (
+        "exchanged_several_times",
+        NOTHING,
+        both(steps, more=steps(0, optimizer="o2"), **TWICE),  # a GAN
+    ),
+    ("rest_thrown_away", Question, both(steps, more=[*a_pass(0), *thrown()], backwards=4)),
+    ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown()], backwards=1)),
+    ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown(4)], backwards=4)),
+    ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown(0)], backwards=4)),
+    ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown(1, 2)], backwards=4)),
+    ("rest_thrown_away", NOTHING, both(steps, more=a_pass(0), backwards=4)),
+    (
+        "rest_thrown_away",
+        NOTHING,
+        both(
+            steps, more=[*a_pass(0), *thrown(), *steps(0, optimizer="o2", backwards=4)], backwards=4
+        ),
+    ),
+    ("clips_scaled_gradients", Found, both(steps, more=clips(scaled=True))),
+    ("clips_scaled_gradients", NOTHING, both(steps, more=clips())),
+    ("clips_scaled_gradients", NOTHING, both(steps, more=clips(count=7, scaled=True))),
+    ("clips_scaled_gradients", NOTHING, both(steps, count=0, more=clips(scaled=True))),
+    ("clips_nothing", Found, both(steps, more=clips(parameters=0, in_an_optimizer=False))),
+    ("clips_nothing", NOTHING, both(steps, more=clips())),
+    ("clips_what_is_not_trained", Found, both(steps, more=clips(in_an_optimizer=False))),
+    (
+        "clips_what_is_not_trained",
+        NOTHING,
+        both(steps, more=clips(parameters=0, in_an_optimizer=False)),
+    ),
+    ("clips_what_is_not_trained", NOTHING, both(steps, more=clips())),
+    ("summed_again", Question, both(steps, more=calls(4, True))),
+    ("summed_again", NOTHING, both(steps, more=calls(3, True))),
+    ("summed_again", NOTHING, both(steps, more=calls(9, False))),
+]
+CASES = SETS + STEPS

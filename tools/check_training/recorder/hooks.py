@@ -141,6 +141,7 @@ def replace(owner, name, function, also=()):
 
 
 def _wrap(hook):
+    """Put a hook in place. What it does never reaches the script, which gets what it asked for."""
     inner = getattr(hook.owner, hook.name, None)
     if inner is None:
         return
@@ -150,7 +151,7 @@ def _wrap(hook):
         hook.closed,
         hook.even_if_it_fails,
     )
-    key = object()  # of this function, among what a thread is inside of
+    key = object()  # stands for this function among what a thread is inside of
 
     @functools.wraps(inner)
     def call(*args, **kwargs):

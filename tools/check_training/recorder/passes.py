@@ -89,6 +89,7 @@ class DrawnIndices:
 
 
 def _add_up(known, batch):
+    """Add the indices of a batch, or one index, to what is known of its pass."""
     indices = batch if isinstance(batch, (list, tuple)) else [batch]
     if not indices or not isinstance(indices[0], int):
         return
@@ -121,6 +122,7 @@ def begin_pass(result, args, kwargs):
 
 
 def _note_pass(iterator, loader, key, known):
+    """Note how a pass begins: its loader, sampler and dataset."""
     samplers = _samplers(loader)
     sampler = next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
     # Of the first two passes alone: it takes time, and a dataset stays what it is.
@@ -200,6 +202,7 @@ def _take(known, batch):
 
 
 def _note_progress(known, **fields):
+    """Note how far a pass has come; fields: what only its end has."""
     note(
         Progress,
         pass_number=known.number,

@@ -20,6 +20,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
     """Starts the recorder when torch has been imported."""
 
     def find_spec(self, name, path, target=None):
+        """Return the spec of torch, whose module starts the recorder as soon as it has run."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -47,4 +47,4 @@ def _begin_anew():
     switch.on = False
     this_thread.inside = set()
     for state in _states:
-        state.__init__()
+        state.__init__()  # the defaults, in the same object: others hold it

@@ -9,9 +9,9 @@ server through which the processes of a job meet), because the first job has the
 second job finds a store there, that of the first job, and joins that job.
 
 Recognise it: EADDRINUSE, "address already in use"; or a job that hangs or goes wrong when another
-one starts. "ss -ltnp 'sport = :12355'" names the process that has the port: often an old job.
+one starts. "ss -tanp 'sport = :12355'" names the process that has the port: often an old job.
 Cure: ask for port 0. The system picks a free port, and you give its number to the processes.
-"torchrun --standalone" does this for you.
+"torchrun --standalone" does this for you. (Between machines: pitfalls/README.md has a row.)
 """
 
 import argparse

@@ -13,8 +13,9 @@ Clipping limits the norm of the gradient. GradScaler multiplies the loss, so tha
 not become 0 in float16. DistributedDataParallel (DDP) averages the gradients over the ranks
 (processes): the exchange. With no_sync() it comes in the last micro-batch's backward() (see
 recipes/accumulate.py). Unscale and clip after it. Then all ranks have the same gradient, so they
-find the same norm, and skip the same steps. loss_of() is your forward pass, under autocast. Freeze
-(requires_grad_(False)) what no optimizer has: its gradient stays scaled, and would be in the norm.
+find the same norm, without an all_reduce of it, and skip the same steps. loss_of() is your forward
+pass, under autocast. Freeze (requires_grad_(False)) what no optimizer has: its gradient stays
+scaled, and would be in the norm.
 
     torchrun --standalone --nproc-per-node=2 recipes/clip_and_scale.py
 

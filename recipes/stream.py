@@ -22,6 +22,9 @@ Give rank and world_size to your dataset when you make it: only forked workers c
     [rank 0/2] steps that each rank takes with all_have():            2, 2
 
 Without a split, or split by rank only, an epoch shows each sample several times, and nothing fails.
+Each worker of each rank still goes through the whole stream. So let samples() yield what is cheap,
+such as lines, keys or names of files, and decode it behind the islice: else more ranks or workers
+make nothing faster. Or give whole files to each worker.
 samples() must come in one order everywhere, but each worker draws random numbers of its own. So
 shuffle by random.Random(SEED + self.epoch), or after the split: otherwise some samples come twice,
 and others never. Set dataset.epoch before each epoch, and leave out persistent_workers: these would

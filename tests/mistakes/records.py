@@ -264,7 +264,7 @@ def thrown(backwards=1, count=1):
 
 def calls(count, is_gradient):
     """Return records of all_reduce."""
-    call = {"line": "a.py:10", "group": "", "phase_begun": 0, "phase": 0, "failed": False}
+    call = {"line": "a.py:10", "group": "", "failed": False}
     return [
         Call(1.0, name="all_reduce", number=number, is_gradient=is_gradient, **call)
         for number in range(count)

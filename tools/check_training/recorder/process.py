@@ -150,8 +150,7 @@ def collective(name, args, kwargs):
     if group is None:
         yield  # this rank has no part in it
         return
-    fields = {"name": name, "line": where(), "group": group, "phase_begun": counters.phase}
-    fields["unheld"] = _unheld(name, args, kwargs)
+    fields = {"name": name, "line": where(), "group": group, "unheld": _unheld(name, args, kwargs)}
     number = state.calls.get(group, 0)
     state.calls[group] = number + 1
     first = next(tensors_in([*args[:2], *kwargs.values()]), None)
@@ -168,7 +167,7 @@ def collective(name, args, kwargs):
     span("collective", begin, now())
     stand_no_more(name, fields["line"], failed)
     if number < MOST_CALLS:
-        note(Call, number=number, phase=counters.phase, failed=failed, **fields)
+        note(Call, number=number, failed=failed, **fields)
 
 
 for _name in COLLECTIVES:

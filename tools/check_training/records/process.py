@@ -55,8 +55,6 @@ class Call(Record):
     line: str
     number: int  # of the calls in this group
     group: str  # "": the default group; else its ranks and its name, "[0, 1]#name"
-    phase_begun: int
-    phase: int
     failed: bool  # it has raised an error
     dtype: str | None = None  # of the first tensor, "float32"; None: there is none
     elements: int | None = None  # of the first tensor

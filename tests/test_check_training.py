@@ -17,7 +17,7 @@ import xml.etree.ElementTree
 import pytest
 import torch
 from forked import fork_ranks, variant
-from mistakes.check_training import BASE, MISTAKES, OTHERS, RANK_0, RIGHT, before
+from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, RIGHT, before
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -140,6 +140,37 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
             )
         )
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
+
+
+@LONG
+def test_what_runs_inside_a_step_belongs_to_its_own_part(tmp_path):
+    """optimizer.step(closure) runs a forward pass: its time is not the optimizer's, too."""
+    changes = RIGHT["LBFGS"] | before(
+        DATA,
+        "import time",
+        "class Slow(nn.GELU):",
+        "    def forward(self, x): time.sleep(0.02); return super().forward(x)",
+    )
+    folder, _ = watched(tmp_path, changes | {GELU: "Slow(),"})
+    table = times.parts_of_steps(times.aligned(runs.read(folder).runs[-1]))
+    for steps in table.values():
+        assert len(steps) > 10
+        for parts in steps.values():
+            assert parts["forward"] > 0.02
+            assert sum(parts.values()) < 2.001 * parts[times.WHOLE]
+        assert times.medians_of(steps)["optimizer"] < 0.02
+
+
+def test_the_line_of_a_trainer_stands_before_the_line_that_starts_it():
+    """But not a bar's, which only calls what it stands around."""
+    from check_training.recorder.script_lines import where
+
+    names, package = {"where": where}, "/lib/site-packages/fitting/loop.py"
+    calls = "def a(): return where()", "def b(): return a()", "def c(): return b()"
+    exec(compile("\n".join(calls), package, "exec"), names)  # noqa: S102
+    assert re.fullmatch(r"test_check_training.py:\d+", names["b"]())
+    whole = r"loop.py:1 of fitting, from test_check_training.py:\d+"
+    assert re.fullmatch(whole, names["c"]())
 
 
 def test_causes_are_judged_before_their_consequences():

@@ -29,6 +29,11 @@ BOOK = """    class Book(nn.Module):  # a buffer of its own, which moves in each
             return nn.functional.gelu(x)
 
 """
+SNAPSHOT = (
+    "snapshot = lambda: {'model': model.module.state_dict(), 'optimizer': optimizer.state_dict()}"
+)
+# A package's code: three calls above the step, as in a trainer.
+TRAINER = "def fit(it): run(it)\\ndef run(it): take(it)\\ndef take(it): it.step()"
 NORM, DROP = "nn.GELU(), nn.BatchNorm1d(64),", "nn.GELU(), nn.Dropout(0.1),"
 
 
@@ -244,6 +249,18 @@ MISTAKES = {
         STEP,
         False,
     ),
+    "never cleared, in a trainer": (
+        {
+            DATA: f"    code = compile('{TRAINER}', '/site-packages/fitting/loop.py', 'exec')\n"
+            f"    exec(code, globals())\n{DATA}",
+            ZERO: "",
+            STEP: "            fit(optimizer)\n",
+        },
+        "never_cleared",
+        r"found: gradients are never cleared \(loop.py:3 of fitting, from many_processes.py:\d+,",
+        "fit(optimizer)",
+        False,
+    ),
     "cleared late": (
         {ZERO: "", STEP: ZERO + STEP},
         "cleared_too_late",
@@ -373,6 +390,38 @@ MISTAKES = {
         "optimizer_not_loaded",
         "found: .* without the optimizer's state",
         "torch.load(",
+        False,
+    ),
+    "rate set back": (
+        {
+            **after(
+                OPT,
+                "state = optimizer.state_dict()",
+                "state['param_groups'][0].update(lr=0.01, initial_lr=0.05)",
+                "optimizer.load_state_dict(state)",
+                "schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)",
+            ),
+            **after(STEP, "schedule.step()"),
+        },
+        "rate_is_set_back",
+        "question: .*state .* was loaded with rate 0.01, and the next step takes 0.05",
+        "optimizer.load_state_dict(",
+        False,
+    ),
+    "in place": (
+        {
+            **before(
+                EPOCHS,
+                SNAPSHOT,
+                "if dist.get_rank() == 0: torch.save(snapshot(), 'snapshot.pt')",
+                "dist.barrier()",
+                "optimizer.load_state_dict(torch.load('snapshot.pt')['optimizer'])",
+            ),
+            **after(SAVE, "torch.save(snapshot(), 'snapshot.pt')"),
+        },
+        "saved_in_place",
+        "found: snapshot.pt, from which the job goes on, is written over in place 6 times",
+        None,
         False,
     ),
     "schedule": (
@@ -611,6 +660,19 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     },
     "no buffers are sent, and there are none": {
         "DDP(model)": "DDP(model, broadcast_buffers=False)"
+    },
+    "the optimizer's own state, then a warm-up": {
+        **after(
+            OPT,
+            "optimizer.load_state_dict(optimizer.state_dict())",
+            "schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1, n / 5))",
+        ),
+        **after(STEP, "schedule.step()"),
+    },
+    "a snapshot that is loaded when all is done": {
+        **before(EPOCHS, SNAPSHOT),
+        SAVE: f"{SAVE}            torch.save(snapshot(), 'snapshot.pt')\n"
+        "    del optimizer, snapshot; gc.collect(); dist.barrier(); torch.load('snapshot.pt')\n",
     },
     "one step": {
         "range(5)": "range(1)",

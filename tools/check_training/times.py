@@ -90,7 +90,8 @@ def noted_parts(steps):
         if number < 3 or not times.spans:
             continue
         before = steps.get(number - 1)
-        start = before.end + before.own if before else times.spans[0].begin
+        begins = (span.begin for span in times.spans)
+        start = before.end + before.own if before else min(begins)
         seconds = dict.fromkeys(PARTS, 0.0)
         for span in times.spans:
             seconds[span.part] += max(0, span.end - max(span.begin, start))

@@ -7,9 +7,10 @@ from .state import kept
 
 @dataclass
 class Counters:
-    """All but the last two only rise."""
+    """All but the last two only rise, until the process joins another group."""
 
     phase: int = 0  # exchanges with other ranks that have ended, since it joined its group
+    steps: int = 0  # of the optimizer that has taken most, which may be gone by now
     forwards: int = 0  # calls of DDP objects with gradients on
     backwards: int = 0  # calls of backward()
     batches: int = 0  # that were taken from loaders

@@ -15,7 +15,7 @@ from .hooks import after, around
 from .notebook import count, note, now, stand
 from .script_lines import where
 from .state import kept
-from .times import span
+from .times import begins, ended
 
 MARK = "check_training"  # on nodes of autograd, as long as DDP's hook hangs there, too
 
@@ -116,9 +116,9 @@ def forward(args, kwargs):
     if looked:
         seen, device = _look_into(args[1:], kwargs, ddp, call, gradients)
     stand("forward", line)
-    begin = now()
+    stretch = begins("forward", now())
     yield
-    span("forward", begin, now())
+    ended(stretch, now())
     stand("")
     if not looked and not turned:
         return

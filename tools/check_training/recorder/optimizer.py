@@ -16,7 +16,7 @@ from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, S
 from . import model
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, prints, readable
-from .hooks import after, at_start, safely
+from .hooks import after, around, at_start, safely
 from .notebook import count, note, now, open_files, site, uses
 from .script_lines import innermost_files, where
 from .state import kept
@@ -74,6 +74,11 @@ state = kept(Optimizers())
 
 def steps():
     """Return how many steps of an optimizer the process has taken."""
+    return counters.steps
+
+
+def steps_of_those_alive():
+    """Return how many steps the optimizers have taken that are still there, at most."""
     return max((known.step for known in state.known.values()), default=0)
 
 
@@ -105,19 +110,25 @@ def made(result, args, kwargs):
         state.known[optimizer] = KnownOptimizer(f"{lines} {number}", where())
 
 
-@after(torch_optimizer.Optimizer, "load_state_dict")
-def loaded(result, args, kwargs):
+@around(torch_optimizer.Optimizer, "load_state_dict")
+def loaded(args, kwargs):
     """Note that an optimizer has loaded a state."""
     optimizer = args[0]
     known = state.known.get(optimizer)
-    if known is not None:
-        note(
-            LoadedIntoOptimizer,
-            optimizer=known.key,
-            line=where(),
-            next_step=known.step,
-            rates=rates_of(optimizer),
-        )
+    if known is None:
+        yield
+        return
+    rates_before = rates_of(optimizer)
+    yield
+    rates = rates_of(optimizer)
+    note(
+        LoadedIntoOptimizer,
+        optimizer=known.key,
+        line=where(),
+        next_step=known.step,
+        rates=rates,
+        changes=bool(optimizer.state) or rates != rates_before,
+    )
 
 
 @after(torch.amp.GradScaler, "scale")
@@ -260,6 +271,7 @@ def end_step(optimizer):
     if looked_at(known.step + 1):
         _watch_gradients(optimizer, known)
     number, known.step = known.step, known.step + 1
+    counters.steps = max(counters.steps, known.step)
     known.forwards, known.backwards = counters.forwards, counters.backwards
     known.small_sums = counters.small_sums
     known.uncleared = known.cleared_after = 0

@@ -90,7 +90,7 @@ def follow_the_group():
 def joined():
     """Note that the process has joined the default group, and count its calls anew."""
     open_files()
-    counters.phase = 0
+    counters.phase, counters.steps = 0, optimizer.steps_of_those_alive()
     state.__init__()
     note(
         Joined,

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+CALLS_OF_A_TRAINER = 3  # of a package; fewer are those of a bar around a loader, or of a wrapper
 SCRIPT, PACKAGE, TORCH = range(3)  # kinds of files; the last: of torch, Python or this recorder
 TORCH_FOLDER = os.path.dirname(torch.__file__)  # torchvision's name begins alike: it is torch's
 PYTHON_FOLDER = os.path.dirname(os.__file__)
@@ -29,17 +30,34 @@ def kind_of(path):
     return TORCH if path.startswith(PYTHON_FOLDER) else SCRIPT
 
 
+@functools.lru_cache(maxsize=4096)
+def package_of(path):
+    """Return the name of the package that a file of the kind PACKAGE belongs to."""
+    inside = path.rpartition("-packages")[2].strip(os.sep)
+    return inside.partition(os.sep)[0].removesuffix(".py")
+
+
 def where():
-    """Return the line that runs, "train.py:42": the innermost of the script, else of a package."""
-    frame, package = sys._getframe(1), None
+    """Return the line that runs, "train.py:42": the innermost of the script, else of a package.
+
+    If that line only starts a trainer, some calls of a package above, the trainer's own innermost
+    line comes first: "trainer.py:2674 of transformers, from train.py:40".
+    """
+    frame, innermost, calls, name = sys._getframe(1), {}, 0, None  # innermost: {package: frame}
     while frame:
-        kind = kind_of(frame.f_code.co_filename)
+        path = frame.f_code.co_filename
+        kind = kind_of(path)
         if kind == SCRIPT:
-            return _line(frame)
-        if kind == PACKAGE and package is None:
-            package = frame
+            break
+        if kind == PACKAGE:
+            name, calls = package_of(path), calls + 1
+            innermost.setdefault(name, frame)
         frame = frame.f_back
-    return _line(package) if package else "?"
+    if frame is None:
+        return _line(next(iter(innermost.values()))) if innermost else "?"
+    if calls < CALLS_OF_A_TRAINER:
+        return _line(frame)
+    return f"{_line(innermost[name])} of {name}, from {_line(frame)}"
 
 
 def all_lines():

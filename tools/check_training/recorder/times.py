@@ -1,5 +1,6 @@
 """Where the time of a step goes: notes StepTimes."""
 
+import threading
 from dataclasses import dataclass, field
 
 from ..records.times import Span, StepTimes
@@ -7,11 +8,22 @@ from .notebook import note, now
 from .state import kept
 
 
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """A stretch of time in one part of records.times.PARTS, in one thread."""
+
+    part: str
+    begin: float  # seconds, as time
+    end: float | None  # None: it goes on
+    thread: int
+
+
 @dataclass
 class Times:
-    """The spans of the step that runs."""
+    """The stretches of the step that runs."""
 
-    spans: list[tuple] = field(default_factory=list)  # (part, begin, end) of each
+    spans: list[Stretch] = field(default_factory=list)
+    open: list[Stretch] = field(default_factory=list)  # forward passes that go on
     timed: bool = True  # the parts of this step are noted
 
 
@@ -19,18 +31,58 @@ state = kept(Times())
 
 
 def span(part, begin, end):
-    """Keep a stretch of time, in a part of records.times.PARTS, for the record of this step."""
-    if not state.timed:
-        return
+    """Keep a stretch of time, in a part of records.times.PARTS, for the record of this step.
+
+    What other parts took of it in the same thread is theirs: optimizer.step(closure) runs a whole
+    forward and backward pass.
+    """
+    if state.timed:
+        _keep(part, begin, end, threading.get_ident())
+
+
+def _keep(part, begin, end, thread):
     if len(state.spans) > 400:  # a long evaluation: the last ones are enough
         del state.spans[:100]
-    state.spans.append((part, begin, end))
+    inside = []
+    for each in reversed(state.spans):  # what ended before it begins stands before the rest
+        if each.end <= begin:
+            break
+        if each.thread == thread:
+            inside.append(each)
+    for each in sorted(inside, key=lambda each: each.begin):
+        _add(part, begin, each.begin, thread)
+        begin = each.end
+    _add(part, begin, end, thread)
+
+
+def _add(part, begin, end, thread):
+    if end > begin:
+        state.spans.append(Stretch(part, begin, end, thread))
+
+
+def begins(part, begin):
+    """Return a Stretch that begins, and may go on when the step ends; close it with ended()."""
+    stretch = Stretch(part, begin, None, threading.get_ident())
+    state.open.append(stretch)
+    return stretch
+
+
+def ended(stretch, end):
+    """Keep what has not been noted yet of a Stretch that has begun."""
+    if stretch in state.open:
+        state.open.remove(stretch)
+    if state.timed:
+        _keep(stretch.part, stretch.begin, end, stretch.thread)
 
 
 def step_ended(number, end):
     """Note the spans of a step of the main optimizer, and choose whether the next one is timed."""
+    for each in state.open:  # a trainer may take the step inside the model's forward
+        if state.timed:
+            _keep(each.part, each.begin, end, each.thread)
+        each.begin = end
     if state.timed:
-        spans = [Span(part, round(begin, 6), round(until, 6)) for part, begin, until in state.spans]
+        spans = [Span(each.part, round(each.begin, 6), round(each.end, 6)) for each in state.spans]
         note(StepTimes, number=number, spans=spans, end=end, own=round(now() - end, 6))
     state.spans = []
     following = number + 1

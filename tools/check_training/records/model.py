@@ -28,7 +28,7 @@ class Forward(Record):
     line: str
     gradients: bool  # they are on
     training: bool
-    exchanges: bool  # its backward() will average gradients: it is not inside no_sync()
+    exchanges: bool  # its backward() will average gradients: no_sync() and the like are off
     rows: int | None = None  # of the first tensor that goes in; None: not looked at
     batch: list[int] | None = None  # bits of the first three tensors; None: not looked at
     random_state: int | None = None  # bits of the generator's state before; None: not looked at

@@ -47,7 +47,7 @@ class Step(Record):
     forwards: int  # calls of DDP objects since the step before
     backwards: int  # backward passes since the step before
     two_forwards: bool  # a DDP object was called twice before a backward()
-    exchanged: bool | None  # the last forward was outside no_sync(); None: there was none
+    exchanged: bool | None  # the last forward had the exchange on; None: there was none
     backward_line: str  # of the last backward()
     batches: int  # taken from the training loader since the step before
     small_sums: int  # collective calls with at most 16 numbers, since the step before
@@ -82,6 +82,7 @@ class LoadedIntoOptimizer(Record):
     line: str
     next_step: int  # number of the optimizer's next step
     rates: list[float]  # learning rate of each group of parameters, as loaded
+    changes: bool  # it holds a state, or other rates; else the optimizer is as it was before
 
 
 @dataclass(slots=True)

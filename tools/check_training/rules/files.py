@@ -156,13 +156,25 @@ def loads_other_names(run):
             )
 
 
+def paths_to_go_on_from(run):
+    """Return the paths of the files that a rank loads before it takes more steps, sorted."""
+    paths = {
+        load.path
+        for rank in run.ranks.values()
+        for load in rank.records(Load)
+        if load.path and load.steps < rank.steps_taken
+    }
+    return sorted(paths)
+
+
 @rule()
 def saved_in_place(run):
     """The file from which the job goes on is written over in place: a kill meanwhile leaves none.
 
-    Looks alike, and is right: a file that is moved to its name afterwards.
+    Looks alike, and is right: a file that is moved to its name afterwards, and one that is loaded
+    when the last step is done, to evaluate it.
     """
-    loaded = sorted({load.path for load in run.records(Load) if load.path})
+    loaded = paths_to_go_on_from(run)
     for rank in run.ranks.values():
         saves = collections.Counter(save.path for save in rank.records(Save) if save.has_optimizer)
         moved = {move.source for move in rank.records(Move)}

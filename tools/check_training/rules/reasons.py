@@ -117,10 +117,22 @@ def bare_model_is_trained(apart):
 
 
 def last_forward_in_no_sync(apart):
-    """DDP averages in a backward() whose forward was outside no_sync()."""
-    if apart.step.exchanged is False:
-        return "the last forward before the step was inside no_sync()"
-    return ""
+    """DDP averages in a backward() whose forward had the exchange on.
+
+    no_sync() switches it off, and a script may set require_backward_grad_sync itself.
+    """
+    if apart.step.exchanged is not False:
+        return ""
+    before = [
+        each
+        for each in apart.run.ranks[apart.ranks[0]].records(Forward)
+        if each.gradients and each.time < apart.step.time
+    ]
+    where = f" ({before[-1].line})" if before and not before[-1].exchanges else ""
+    return (
+        f"the last forward before the step{where} had the exchange switched off (no_sync(), or"
+        " require_backward_grad_sync = False)"
+    )
 
 
 def two_forwards_first(apart):

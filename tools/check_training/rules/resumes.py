@@ -1,5 +1,6 @@
 """What a run forgets that goes on from a file."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def optimizer_not_loaded(run):
     has_momentum = any(note.has_momentum for note in notes)
     if not trains(run) or not has_momentum:
         return
-    if run.records(LoadedIntoOptimizer):
+    if goes_on_with_a_state(run):
         return
     ours = loads_from_before(run)
     for load in loads_at_first(run):
@@ -81,13 +82,28 @@ def optimizer_not_loaded(run):
         return
 
 
+def goes_on_with_a_state(run):
+    """Return whether a rank loads the state of an optimizer.
+
+    A wrapper may load what its optimizer has already, when it is made: that is none, unless it
+    comes after the load of a file with a state.
+    """
+    files = [load.time for load in run.records(Load) if load.has_optimizer]
+    first_file = min(files, default=math.inf)
+    loads = run.records(LoadedIntoOptimizer)
+    return any(load.changes or load.time > first_file for load in loads)
+
+
 @rule()
 def rate_is_set_back(run):
     """The first step after a load takes another rate than the one that was loaded.
 
-    Looks alike, and is right: a schedule that was stepped in between. So it is asked.
+    Of several loads before a step, the last counts. Looks alike, and is right: a schedule that was
+    stepped in between, so it is asked; a wrapper that loads what its optimizer has already.
     """
-    for load in run.first.records(LoadedIntoOptimizer):
+    loads = [load for load in run.first.records(LoadedIntoOptimizer) if load.changes]
+    lasts = {(load.optimizer, load.next_step): load for load in loads}
+    for load in lasts.values():
         step = run.first.steps.get(load.optimizer, {}).get(load.next_step)
         if step is None or step.rates == load.rates:
             continue

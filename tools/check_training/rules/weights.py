@@ -150,9 +150,20 @@ def is_sure(apart, reason):
 
 
 def may_average_later(apart):
-    """Return whether a collective call is large enough for the largest parameter."""
-    largest = max(map(math.prod, apart.optimizer.shapes), default=0)
-    return any((call.elements or 0) >= largest for call in apart.run.records(Call))
+    """Return whether a collective call is large enough for the largest parameter.
+
+    An evaluation gathers its outputs by calls that may be as large: those that gather count only
+    if they have the size of that parameter, or of all.
+    """
+    sizes = [math.prod(shape) for shape in apart.optimizer.shapes]
+    largest, whole = max(sizes, default=0), sum(sizes)
+    for call in apart.run.records(Call):
+        elements = call.elements or 0
+        if elements < largest:
+            continue
+        if "gather" not in call.name or elements in (largest, whole):
+            return True
+    return False
 
 
 def averages_in_each_step(apart, meanwhile, reason):

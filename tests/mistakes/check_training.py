@@ -261,6 +261,22 @@ MISTAKES = {
         "fit(optimizer)",
         False,
     ),
+    "another loss": (
+        {
+            WRAP: "    model.append(nn.Linear(1, 1))\n" + WRAP,
+            OPT: "    head, model_ = model.module[3:], model.module[:3]\n"
+            "    other = torch.optim.SGD(head.parameters(), lr=0.001)\n"
+            + OPT.replace("model.", "model_."),
+            ZERO: "            x, y = x, y\n",
+            STEP: STEP + "            optimizer.zero_grad()\n"
+            "            (model(x) * 0.1).mean().backward()\n"
+            "            other.step(); other.zero_grad()\n",
+        },
+        "mixed_with_another_loss",
+        "question: the optimizer of .* finds gradients of two backward passes",
+        "optimizer = ",
+        False,
+    ),
     "cleared late": (
         {ZERO: "", STEP: ZERO + STEP},
         "cleared_too_late",
@@ -287,6 +303,25 @@ MISTAKES = {
         "parameters_in_no_optimizer",
         "found: 2 trained param",
         None,
+        False,
+    ),
+    "a list of layers": (
+        {
+            DATA: """    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(64, 64)]
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+"""
+            + DATA,
+            GELU: "nn.GELU(), Listed(),",
+        },
+        "layers_of_no_model",
+        "question: 2 parameters .Linear.weight, Linear.bias; .*are in no optimizer",
+        "self.layers = [",
         False,
     ),
     "scaled": (
@@ -590,6 +625,28 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         STEP: STEP + "            "
         "other.zero_grad();"
         " critic(model(x)).mean().backward(); other.step()\n",
+    },
+    "two losses, each cleared before its own": {
+        WRAP: "    model.append(nn.Linear(1, 1))\n" + WRAP,
+        OPT: "    head, model_ = model.module[3:], model.module[:3]\n"
+        "    other = torch.optim.SGD(head.parameters(), lr=0.001)\n"
+        + OPT.replace("model.", "model_."),
+        STEP: STEP
+        + "            other.zero_grad(); (model(x) * 0.1).mean().backward(); other.step()\n",
+    },
+    "an optimizer that takes a step more rarely": {
+        WRAP: "    model.append(nn.Linear(1, 1))\n" + WRAP,
+        OPT: "    head, model_ = model.module[3:], model.module[:3]\n"
+        "    other = torch.optim.SGD(head.parameters(), lr=0.001); number = 0\n"
+        + OPT.replace("model.", "model_."),
+        STEP: STEP + "            number += 1\n"
+        "            if number % 2 == 0: other.step(); other.zero_grad()\n",
+    },
+    "a part that was trained before": {  # and keeps its last gradient
+        WRAP: "    old = nn.Linear(10, 10)\n"
+        "    first = torch.optim.SGD(old.parameters(), lr=0.01)\n"
+        "    old(inputs).norm().backward(); first.step(); del first\n" + WRAP,
+        LOSS: LOSS.replace("model(x)", "model(old(x).detach())"),
     },
     "by hand": {
         WRAP: "",

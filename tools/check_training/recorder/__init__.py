@@ -14,6 +14,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     times.py           where the time of a step goes
     process.py         joining and leaving the group, collective calls
     model.py           DDP objects: how they were made, and their forward passes
+    parameters.py      parameters that are trained, and belong to no model
     state_dicts.py     a module's state_dict() and load_state_dict()
     optimizer.py       optimizers and their steps
     gradients.py       backward(), zero_grad(), clipping

@@ -22,6 +22,8 @@ def backward(args, kwargs):
     """
     counters.backward_line = where()
     for known in optimizer.state.known.values():
+        if known.uncleared == known.others == 1 and looked_at(known.step):
+            known.mixed = known.smallest is not None and known.smallest_gradient() != 0
         known.uncleared += 1
         if known.stale and looked_at(known.step):
             # Else the gradients were cleared by hand: p.grad = None, or another one.
@@ -79,7 +81,7 @@ def cleared(result, args, kwargs):
             known.cleared_after = known.uncleared
             if each is owner and count("thrown away") < 500:
                 note(ThrownAway, line=where(), backwards=known.uncleared)
-        known.stale, known.uncleared = False, 0
+        known.stale, known.uncleared, known.mixed = False, 0, False
 
 
 def _nothing_left(known):

@@ -4,6 +4,7 @@ The steps of a run are those of its main optimizer: the first that takes steps, 
 takes twenty in a row.
 """
 
+import functools
 import os
 import weakref
 import zlib
@@ -14,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
 from . import model
+from . import parameters as model_parameters
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, prints, readable
 from .hooks import after, around, at_start, safely
@@ -44,6 +46,8 @@ class KnownOptimizer:
     smallest: weakref.ref | None = None  # the parameter with the smallest gradient
     smallest_bits: int = 0  # of this gradient; 0: it is gone, or zero
     uncleared: int = 0  # backward passes since its last step, or since zero_grad()
+    others: int = 0  # steps of other optimizers since its last one
+    mixed: bool = False  # as in Step
     cleared_after: int = 0  # as uncleared, when zero_grad() threw them away
 
     def smallest_gradient(self):
@@ -145,31 +149,69 @@ def follow_steps():
 
 
 def _before_step(optimizer, args, kwargs):
-    safely(begin_step, optimizer)
+    return safely(begin_step, optimizer, args, kwargs)
 
 
 def _after_step(optimizer, args, kwargs):
     safely(end_step, optimizer)
 
 
-def begin_step(optimizer):
-    """Note a step before it is taken: the first ones, and ever fewer later."""
+def begin_step(optimizer, args, kwargs):
+    """Note a step before it is taken: the first ones, and ever fewer later.
+
+    A closure makes the gradients within step(): they are looked at when it has first ended. Return
+    (args, kwargs) for step() then, else None: they stay.
+    """
     open_files()
     known = state.known.get(optimizer)
     if known is None:
-        return
+        return None
     _choose_main(known)
     batches = counters.feeding.taken_for_a_step() if counters.feeding is not None else 0
-    parameters = parameters_of(optimizer) if looked_at(known.step) else None
-    if parameters:
-        if known.listed != len(parameters) or known.step == SECOND_LOOK:
-            describe(optimizer, known, parameters)
-        if known.step == SECOND_LOOK and count("buffers") == 0:
-            model.note_buffers(known.step)
-        if known.backwards == counters.backwards:
-            known.stale = False  # gradients by hand, or within step()
-        note_step(optimizer, known, parameters, batches)
+    instead = None
+    if looked_at(known.step):
+        look = functools.partial(look_at_step, optimizer, known, batches)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            look()
+        elif len(args) > 1:
+            instead = (args[0], looking_after(closure, look), *args[2:]), kwargs
+        else:
+            instead = args, {**kwargs, "closure": looking_after(closure, look)}
     known.begun = now()
+    return instead
+
+
+def looking_after(closure, look):
+    """Return a closure that does the same, and calls look() when it has first ended."""
+    looks = [look]
+
+    @functools.wraps(closure)
+    def call(*args, **kwargs):
+        result = closure(*args, **kwargs)
+        if looks:
+            safely(looks.pop())
+        return result
+
+    return call
+
+
+def look_at_step(optimizer, known, batches):
+    """Note a step that is about to be taken, and what is looked at beside it."""
+    parameters = parameters_of(optimizer)
+    if not parameters:
+        return
+    if known.listed != len(parameters) or known.step == SECOND_LOOK:
+        describe(optimizer, known, parameters)
+    if known.step == SECOND_LOOK - 1 and count("strays") == 0:
+        owned = [parameters_of(each) for each in list(state.known)]
+        model_parameters.look_for_strays(owned, known.step)
+    if known.step == SECOND_LOOK and count("buffers") == 0:
+        model.note_buffers(known.step)
+        model_parameters.note_strays(known.step)
+    if known.backwards == counters.backwards:
+        known.stale = False  # gradients by hand
+    note_step(optimizer, known, parameters, batches)
 
 
 def _choose_main(known):
@@ -223,6 +265,7 @@ def note_step(optimizer, known, parameters, batches):
         rates=rates_of(optimizer),
         scales=[scaler.get_scale() for scaler in scalers if scaler.is_enabled()],
         stale=known.stale,
+        mixed=known.mixed and counters.backwards - known.backwards == 2 and known.others == 1,
         cleared_after=known.cleared_after,
         forwards=counters.forwards - known.forwards,
         backwards=counters.backwards - known.backwards,
@@ -274,7 +317,10 @@ def end_step(optimizer):
     counters.steps = max(counters.steps, known.step)
     known.forwards, known.backwards = counters.forwards, counters.backwards
     known.small_sums = counters.small_sums
-    known.uncleared = known.cleared_after = 0
+    known.uncleared = known.cleared_after = known.others = 0
+    known.mixed = False
+    for other in state.known.values():
+        other.others += other is not known
     model.state.two_forwards, model.state.waiting, model.state.called = False, 0, set()
     if known.key == state.main:
         step_ended(number, end)

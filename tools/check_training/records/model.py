@@ -44,6 +44,14 @@ class Buffers(Record):
 
 
 @dataclass(slots=True)
+class Stray(Record):
+    """A parameter of no DDP object and no optimizer gets gradients; noted in the ninth step."""
+
+    name: str  # the class of its module, and its name there: "Linear.weight"
+    line: str  # that put it into the module
+
+
+@dataclass(slots=True)
 class LoadedIntoModel(Record):
     """A module's load_state_dict()."""
 

@@ -43,6 +43,8 @@ class Step(Record):
     rates: list[float]  # learning rate of each group of parameters
     scales: list[float]  # of each GradScaler that is on
     stale: bool  # gradients of the step before were not cleared
+    # Two backward passes have left these gradients, and between them another optimizer took a step.
+    mixed: bool
     cleared_after: int  # backward passes before zero_grad() was called, without a step; or 0
     forwards: int  # calls of DDP objects since the step before
     backwards: int  # backward passes since the step before

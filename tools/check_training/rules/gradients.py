@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from ..findings import Found, Question, rule
-from ..records.model import Forward
+from ..records.model import Forward, Stray
 from ..records.optimizer import Clip, Optimizer, Step, ThrownAway
 from ..records.process import Call
 from ..runs import Rank
@@ -60,6 +60,24 @@ def cleared_too_late(run):
                 f"gradients are cleared between backward() and step() {own.where}: the step does"
                 " nothing",
                 "call zero_grad() before backward()",
+            )
+
+
+@rule(unless={"stale"})
+def mixed_with_another_loss(run):
+    """An optimizer finds gradients of the backward pass from which another one took a step, too.
+
+    Looks alike, and is right: GANs, which call zero_grad() before backward(), not after step(); an
+    optimizer that takes a step more rarely than the other.
+    """
+    for own in steps_of_each_rank(run):
+        if most(sum(step.mixed for step in own.steps), len(own.steps)):
+            yield Question(
+                f"the optimizer of {own.optimizer.line} finds gradients of two backward passes"
+                f" {own.where}: with those of the first, another one took its step",
+                "are both losses meant? Else call zero_grad() right before backward(), or"
+                " requires_grad_(False) on the other's parameters",
+                once="mixed",
             )
 
 
@@ -136,6 +154,27 @@ def parameters_in_no_optimizer(run):
                 f"{len(outside[0])} trained parameters are in no optimizer, and stay as they are:"
                 f" {', '.join(outside[0][:3])}",
                 f"the optimizer was made at {own.optimizer.line}",
+            )
+
+
+@rule()
+def layers_of_no_model(run):
+    """Parameters get gradients, and belong to no DDP object and no optimizer: a list of layers.
+
+    It is a question: a part that is to stay as it is may get gradients, which nobody uses.
+    """
+    if "shards" in run.features:
+        return
+    for rank in run.ranks.values():
+        strays = rank.records(Stray)
+        if strays:
+            names = ", ".join(stray.name for stray in strays[:3])
+            yield Question(
+                f"{len(strays)} parameters ({names}; made at {strays[0].line}) get gradients, and"
+                " are in no optimizer and no DDP object",
+                "layers in a plain list are not the model's: nn.ModuleList; if they are to stay as"
+                " they are, requires_grad_(False)",
+                once="strays",
             )
 
 

@@ -57,6 +57,27 @@ def evaluate(arguments, mode="model.eval()"):
     )
 
 
+def folder_of_files(folder="epochs/epoch_{epoch}", then=""):
+    """Changes of 02: each epoch's state is in several files of one folder."""
+    return {
+        "def save(state, path):\n": "def save(state, path):\n"
+        "    epoch = state['next_epoch'] - 1\n"
+        f"    os.makedirs(f'{folder}')\n"
+        "    for name in 'model', 'optimizer':\n"
+        f"        torch.save(state[name], f'{folder}/{{name}}.pt')\n"
+        f"    {then}\n"
+        "    return\n",
+        "def resume(path, model, optimizer):\n": "def resume(path, model, optimizer):\n"
+        "    last = max(map(int, [name[6:] for name in os.listdir('epochs')]), default=0)\n"
+        "    for name, part in ('model', model), ('optimizer', optimizer):\n"
+        "        file = f'epochs/epoch_{last}/{name}.pt'\n"
+        "        if last: part.load_state_dict(torch.load(file))\n"
+        "    return last + 1\n",
+        "    first_epoch = resume(": "    os.makedirs('epochs', exist_ok=True)\n"
+        "    first_epoch = resume(",
+    }
+
+
 # {mistake: (changes, the rule, what is said, the text of the line that is named, plain pytest?)}
 MISTAKES = {
     "no DDP": (
@@ -459,6 +480,32 @@ MISTAKES = {
         None,
         False,
     ),
+    "a folder in place": (
+        folder_of_files(),
+        "folder_in_place",
+        r"question: the files .*\(model.pt, optimizer.pt; .*one by one into epoch_1",
+        "torch.load(file)",
+        False,
+    ),
+    "all save, by safetensors": (
+        {
+            **before(
+                EPOCHS,
+                "import pathlib, sys",
+                "lib = pathlib.Path(f'lib{dist.get_rank()}').absolute()",
+                "(lib / 'safetensors').mkdir(parents=True)",
+                "code = 'def save_file(tensors, filename): open(filename, chr(119)).close()'",
+                "(lib / 'safetensors/torch.py').write_text(code)",
+                "sys.path.insert(0, str(lib))",
+                "from safetensors.torch import save_file",
+            ),
+            SAVE: '        save_file(model.module.state_dict(), "model.safetensors")\n',
+        },
+        "several_save_one_file",
+        "found: all ranks save to one file, model.safetensors",
+        "save_file(model",
+        False,
+    ),
     "schedule": (
         after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 9)"),
         "schedule_never_stepped",
@@ -585,18 +632,13 @@ MISTAKES = {
         False,
     ),
 }
+CRASH = ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2]
 OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
     "no group": ["docs/one_process.py"],
-    "no state": ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2],
-    "saved before the others": [
-        "02_torchrun_elastic.py",
-        3,
-        1,
-        "--batch-size",
-        512,
-        "--crash-epoch",
-        2,
-    ],
+    "no state": CRASH,
+    "saved before the others": CRASH,
+    "a folder in place": CRASH,
+    "a folder that is renamed": CRASH,
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
@@ -695,6 +737,9 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         ),
         "    dist.all_reduce(total)  # in place: the sums over all ranks\n": "",
     },
+    "a folder that is renamed": folder_of_files(
+        folder="new", then="os.rename('new', f'epochs/epoch_{epoch}')"
+    ),
     "no optimizer": {
         OPT: "",
         ZERO: "            model.zero_grad()\n",

@@ -19,7 +19,19 @@ OF_OPTIMIZERS = {"param_groups", "state"}  # keys in the state of each
 @around(torch, "save", also=[torch.serialization], closed=True)
 def save(args, kwargs):
     """Note a save that has ended."""
-    content, line, phase, begin = args[0], where(), counters.phase, now()
+    file = args[1] if len(args) > 1 else kwargs.get("f")
+    yield from _save(args[0] if args else kwargs.get("obj"), file)
+
+
+@around("safetensors.torch", "save_file", closed=True)
+def save_tensors(args, kwargs):
+    """Note a save that has ended."""
+    file = args[1] if len(args) > 1 else kwargs.get("filename")
+    yield from _save(args[0] if args else kwargs.get("tensors"), file)
+
+
+def _save(content, file):
+    line, phase, begin = where(), counters.phase, now()
     stand("a file", line)
     yield
     keys = {*keys_in(content)}
@@ -30,10 +42,11 @@ def save(args, kwargs):
         Save,
         begin=begin,
         line=line,
-        path=path_of(args[1] if len(args) > 1 else kwargs.get("f")),
+        path=path_of(file),
         phase_begun=phase,
         phase=counters.phase,
         has_optimizer=keys >= OF_OPTIMIZERS,
+        only_optimizer=isinstance(content, dict) and {*content} == OF_OPTIMIZERS,
         names_of_wrapper=of_ddp and "n_averaged" not in keys,  # an AveragedModel's are alike
         age=max(map(state_dicts.age, [content, *parts])),
     )
@@ -43,6 +56,16 @@ def save(args, kwargs):
 @around(torch, "load", also=[torch.serialization], closed=True, even_if_it_fails=True)
 def load(args, kwargs):
     """Note a load that has ended or failed."""
+    yield from _load(args[0] if args else kwargs.get("f"))
+
+
+@around("safetensors.torch", "load_file", closed=True, even_if_it_fails=True)
+def load_tensors(args, kwargs):
+    """Note a load that has ended or failed."""
+    yield from _load(args[0] if args else kwargs.get("filename"))
+
+
+def _load(file):
     line, phase, begin = where(), counters.phase, now()
     stand("a file", line)
     result = yield
@@ -51,7 +74,7 @@ def load(args, kwargs):
         Load,
         begin=begin,
         line=line,
-        path=path_of(args[0] if args else kwargs.get("f")),
+        path=path_of(file),
         steps=optimizer.steps(),
         phase_begun=phase,
         phase=counters.phase,

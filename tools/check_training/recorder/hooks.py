@@ -23,15 +23,21 @@ The first three take the same options:
     closed             what the function itself calls is not noted
     even_if_it_fails   what comes after it runs after an error, too: the result is RAISED then
 
-A function that this version of torch does not have is left out.
+The owner may also be the name of another package's module, "safetensors.torch": the function is
+wrapped when the script imports that module, if it does. A function that the owner does not have, in
+its version, is left out.
 """
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
 import torch
 
@@ -47,7 +53,7 @@ FILE_OF_WRAPPERS = f"{os.path.dirname(torch.__file__)}/watched"
 class Hook:
     """What goes around a function of torch."""
 
-    owner: object  # a class or a module
+    owner: object  # a class or a module; or the name of a module, as a text
     name: str  # of the function in it
     begin: Callable | None  # called before with (args, kwargs)
     end: Callable | None  # called after with (what begin has returned, result, args, kwargs)
@@ -110,10 +116,47 @@ def at_start(function):
 
 def install():
     """Put all that the subjects' files have registered in place."""
+    later = AfterImport()
     for hook in _hooks:
-        _wrap(hook)
+        if not isinstance(hook.owner, str):
+            _wrap(hook)
+        elif hook.owner in sys.modules:
+            _wrap(replaced(hook, owner=sys.modules[hook.owner]))
+        else:
+            later.hooks.setdefault(hook.owner, []).append(hook)
+    sys.meta_path.insert(0, later)
     for function in _starters:
         function()
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Wraps functions of modules when they are imported."""
+
+    def __init__(self):
+        """Begin without any."""
+        self.hooks = {}  # {name of a module: its Hook objects}
+        self.searching = False
+
+    def find_spec(self, name, path, target=None):
+        """Return the module's spec, which also wraps its functions; None for any other module."""
+        if name not in self.hooks or self.searching:
+            return None
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_then_wrap(module):
+            execute(module)
+            for hook in self.hooks.pop(name, ()):
+                _wrap(replaced(hook, owner=module))
+
+        spec.loader.exec_module = execute_then_wrap
+        return spec
 
 
 def safely(function, *args):

@@ -7,7 +7,7 @@ from .base import Record
 
 @dataclass(slots=True)
 class Save(Record):
-    """torch.save(), when it has ended."""
+    """torch.save() or safetensors' save_file(), when it has ended."""
 
     begin: float  # seconds, as time
     line: str
@@ -15,13 +15,14 @@ class Save(Record):
     phase_begun: int
     phase: int
     has_optimizer: bool  # the state of an optimizer is in it
+    only_optimizer: bool  # it is that state, and nothing else is in it
     names_of_wrapper: bool  # it holds the state of a DDP object: names that begin with "module."
     age: int  # steps since a state_dict in it was taken that has changed with the model; or 0
 
 
 @dataclass(slots=True)
 class Load(Record):
-    """torch.load(), when it has ended."""
+    """torch.load() or safetensors' load_file(), when it has ended."""
 
     begin: float  # seconds, as time
     line: str

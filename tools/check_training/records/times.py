@@ -22,7 +22,7 @@ PARTS = {
     "exchange": "the rest of backward(): waiting for other ranks, and sending",
     "collective": "a collective call of the script's own",
     "optimizer": "optimizer.step()",
-    "saving": "torch.save()",
+    "saving": "torch.save(), or safetensors' save_file()",
 }
 
 

@@ -1,5 +1,6 @@
 """What a run forgets that goes on from a file."""
 
+import collections
 import math
 import os
 from dataclasses import dataclass
@@ -27,10 +28,24 @@ def saved_before(run):
     return {each.path for each in kept}
 
 
+def names_before(run, path):
+    """Return the paths that a file had in the start before: it, or its folder, was moved."""
+    names = {path}
+    for move in run.before.records(Move) if run.before else ():
+        if move.source and move.path and is_in(path, move.path):
+            names.add(move.source + path.removeprefix(move.path))
+    return names
+
+
+def is_in(path, folder):
+    """Return whether a file is in a folder, or is it."""
+    return path == folder or path.startswith(folder + os.sep)
+
+
 def loads_from_before(run):
     """Return the loads before the first step of what the start before has saved."""
     paths = saved_before(run)
-    return [load for load in loads_at_first(run) if load.path in paths]
+    return [load for load in loads_at_first(run) if names_before(run, load.path) & paths]
 
 
 def trains(run):
@@ -92,6 +107,47 @@ def goes_on_with_a_state(run):
     first_file = min(files, default=math.inf)
     loads = run.records(LoadedIntoOptimizer)
     return any(load.changes or load.time > first_file for load in loads)
+
+
+@rule()
+def folder_in_place(run):
+    """The files from which the job goes on are written one by one into their folder.
+
+    It is a question: the start may pass over a folder that is not complete. Looks alike, and is
+    right: a folder, or a last file, that gets its name when all is written; whole files in one
+    folder, such as the last and the best state.
+    """
+    if not trains(run):
+        return
+    for folder, loads in loads_of_folders(run).items():
+        names = ", ".join(os.path.basename(path) for path in sorted(loads)[:3])
+        yield Question(
+            f"the files from which the job goes on ({names}; {next(iter(loads.values())).line}) are"
+            f" written one by one into {os.path.basename(folder)}",
+            "a kill meanwhile leaves a part of them: write them into a folder beside it and rename"
+            " that, unless the start passes over what is not complete",
+            "pitfalls/snapshot_in_place.py",
+            once="folder in place",
+        )
+
+
+def loads_of_folders(run):
+    """Return {folder: {path: its Load}} of the states in several files that were not moved.
+
+    One of the files holds an optimizer's state alone: so it takes them all to go on.
+    """
+    found = collections.defaultdict(dict)
+    for load in loads_from_before(run):
+        found[os.path.dirname(load.path)][load.path] = load
+    moves = [move.path for move in run.before.records(Move) if move.path] if run.before else []
+    alone = {save.path for save in run.before.records(Save) if save.only_optimizer} if found else ()
+    return {
+        folder: loads
+        for folder, loads in found.items()
+        if len(loads) > 1
+        and any(path in alone for path in loads)
+        and not any(is_in(folder, moved) or is_in(moved, folder) for moved in moves)
+    }
 
 
 @rule()
@@ -172,7 +228,7 @@ def finished_before(run):
     if not loaded:
         return {}
     before = run.before
-    loaded |= {move.source for move in before.records(Move) if move.path in loaded}
+    loaded = set().union(*(names_before(run, path) for path in loaded))
     saves = [save.time for save in before.records(Save) if save.path in loaded]
     until = max(saves, default=0)
     return {

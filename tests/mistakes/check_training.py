@@ -57,6 +57,17 @@ def evaluate(arguments, mode="model.eval()"):
     )
 
 
+def copy_of_the_model(who=""):
+    return {
+        WRAP: f"    import copy\n    mean = copy.deepcopy(model)\n{WRAP}",
+        **after(
+            STEP,
+            "for its, new in zip(mean.parameters(), model.parameters()):",
+            f"    {who}its.data.lerp_(new.data, 0.1)",
+        ),
+    }
+
+
 def folder_of_files(folder="epochs/epoch_{epoch}", then=""):
     """Changes of 02: each epoch's state is in several files of one folder."""
     return {
@@ -105,6 +116,13 @@ MISTAKES = {
         "weights_come_apart",
         "found: .*no_sync",
         STEP,
+        False,
+    ),
+    "bare model": (
+        {LOSS: LOSS.replace("model(x)", "model.module(x)")},
+        "weights_come_apart",
+        "found: .* never called, but the bare model, at",
+        LOSS,
         False,
     ),
     "two forwards": (
@@ -520,6 +538,50 @@ MISTAKES = {
         "AveragedModel(",
         False,
     ),
+    "average of one rank": (
+        {
+            **after(OPT, "mean = torch.optim.swa_utils.AveragedModel(model.module)"),
+            **after(STEP, "if dist.get_rank() == 0: mean.update_parameters(model.module)"),
+            **before(REDUCE, "mean(inputs[:8])"),
+        },
+        "average_of_some_ranks",
+        "question: AveragedModel .* is updated 80 on rank 0, 0 on rank 1, and rank 1 calls it",
+        "AveragedModel(",
+        False,
+    ),
+    "copy of one rank": (
+        copy_of_the_model("if dist.get_rank() == 0: "),
+        "copy_of_some_ranks",
+        "question: the copy of the model .* changes on rank 0 alone",
+        "deepcopy(",
+        False,
+    ),
+    "schedule runs ahead": (
+        {
+            **after(OPT, "s = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 80)"),
+            **after(STEP, "s.step(); s.step()"),
+        },
+        "schedule_runs_ahead",
+        "question: CosineAnnealingLR .* for 80 steps, and its step.. is called 2 times for each",
+        "CosineAnnealingLR(",
+        False,
+    ),
+    "best of its own": (
+        {
+            EPOCHS: "    best = 0\n" + EPOCHS,
+            **before(
+                REDUCE,
+                "own = epoch * (3 + dist.get_rank()) % 5  # 0 3 1 4 2 on rank 0, 0 4 3 2 1",
+                "if own >= best:",
+                "    best = own",
+                "    torch.save(model.module.state_dict(), f'best_{dist.get_rank()}.pt')",
+            ),
+        },
+        "saved_by_own_decision",
+        "question: each rank decides for itself whether it saves .*: 3 on rank 0, 2 on rank 1",
+        "torch.save(model.module.state_dict(), f'best",
+        False,
+    ),
     "made anew": (
         after(SET_EPOCH, OPT.strip()),
         "optimizer_made_anew",
@@ -740,6 +802,21 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "a folder that is renamed": folder_of_files(
         folder="new", then="os.rename('new', f'epochs/epoch_{epoch}')"
     ),
+    "rank 0 alone has the average": {
+        **after(OPT, "mean = torch.optim.swa_utils.AveragedModel(model.module)"),
+        **after(STEP, "if dist.get_rank() == 0: mean.update_parameters(model.module)"),
+        **after(RANK_0, "    mean(inputs[:8])"),
+    },
+    "a copy that all ranks change": copy_of_the_model(),
+    "a schedule whose length counts its calls": {
+        **after(OPT, "s = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 160)"),
+        **after(STEP, "s.step(); s.step()"),
+    },
+    "all save their part, and rank 0 one more": {
+        **before(EPOCHS, "def put(name): torch.save(model.module.state_dict(), name)"),
+        **before(REDUCE, "put(f'part_{dist.get_rank()}.pt')"),
+        SAVE: "            put('model.pt')\n",
+    },
     "no optimizer": {
         OPT: "",
         ZERO: "            model.zero_grad()\n",

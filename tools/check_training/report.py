@@ -9,6 +9,7 @@ from . import times
 from .findings import Found, judge_all
 from .records.files import Save
 from .records.model import Buffers
+from .records.optimizer import ModelCopy
 from .rules import RULES
 from .watching import ALONE
 
@@ -171,6 +172,8 @@ def what_was_not_seen(records):
         unseen.append("buffers (those of DDP's models are compared in step 9)")
     if len(records.runs) < 2:
         unseen.append("a restart")
+    if any(rank.evaluations() or rank.records(ModelCopy) for rank in ranks):
+        unseen.append("figures of your own, and copies of the weights outside modules")
     devices = {note.device for rank in ranks for note in rank.optimizers.values()}
     if devices - {"cpu"}:
         unseen.append("weights on GPUs after the first 20 steps")

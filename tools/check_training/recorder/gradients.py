@@ -21,6 +21,7 @@ def backward(args, kwargs):
     What is left of backward() after that is waiting for other ranks, and the exchange.
     """
     counters.backward_line = where()
+    model.look_for_bare_calls()
     for known in optimizer.state.known.values():
         if known.uncleared == known.others == 1 and looked_at(known.step):
             known.mixed = known.smallest is not None and known.smallest_gradient() != 0

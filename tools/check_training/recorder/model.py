@@ -1,5 +1,6 @@
 """DDP objects, as they are made, and their forward passes: notes Wrapped, Forward, Buffers."""
 
+import sys
 import weakref
 from dataclasses import dataclass, field
 
@@ -8,10 +9,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ..records.data import Mode
-from ..records.model import Buffers, Forward, Wrapped
+from ..records.model import BareCall, Buffers, Forward, Wrapped
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, random_state, readable, tensors_in
-from .hooks import after, around
+from .hooks import after, around, safely
 from .notebook import count, note, now, stand
 from .script_lines import where
 from .state import kept
@@ -51,6 +52,8 @@ class Models:
     exchanges: bool | None = None  # the last call was outside no_sync(); None: there was none
     waiting: int = 0  # calls that no backward() has followed yet
     two_forwards: bool = False  # of these, there were two at once since the last step
+    bare_watch: object = None  # torch's handle, as long as calls of the bare model are looked for
+    looked_for_bare_calls: bool = False
 
 
 state = kept(Models())
@@ -146,6 +149,34 @@ def follow(number, training, exchanges):
     turned = state.was_training.get(number, training) != training
     state.was_training[number] = training
     return turned
+
+
+def look_for_bare_calls():
+    """Watch one forward pass of all modules, if none of a DDP object came before a backward().
+
+    Called when backward() begins. Nothing is watched where something is compiled: torch.compile
+    would do that again.
+    """
+    if state.bare_watch is not None:
+        state.bare_watch.remove()
+        state.bare_watch = None
+    if counters.forwards or state.looked_for_bare_calls or not state.wrappers:
+        return
+    state.looked_for_bare_calls = True
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or not dynamo.counters["frames"]:
+        register = torch.nn.modules.module.register_module_forward_pre_hook
+        state.bare_watch = register(_before_module)
+
+
+def _before_module(module, inputs):
+    safely(_called, module)
+
+
+def _called(module):
+    """Note that the module of a DDP object is called, and not that object."""
+    if torch.is_grad_enabled() and any(module is ddp.module for ddp in list(state.wrappers)):
+        note(BareCall, line=where())
 
 
 def _look_into(inputs, options, ddp, call, gradients):

@@ -36,6 +36,16 @@ class Forward(Record):
 
 
 @dataclass(slots=True)
+class BareCall(Record):
+    """The module of a DDP object is called with gradients on, and not that object.
+
+    Only one forward pass is looked at: after a backward() that no call of a DDP object came before.
+    """
+
+    line: str
+
+
+@dataclass(slots=True)
 class Buffers(Record):
     """Buffers of a DDP object that are not BatchNorm's, before the ninth step."""
 

@@ -105,10 +105,24 @@ class Schedule(Record):
 class Average(Record):
     """An AveragedModel, as it stands at the end of a pass over a loader."""
 
-    average: int  # a number for this object, in this process
+    average: str  # its key
     line: str  # that made it
     steps: int  # of the optimizers, by then
+    calls: int  # forward passes of it
     updates: int | None  # None: not read
+
+
+@dataclass(slots=True)
+class ModelCopy(Record):
+    """A copy of a module by copy.deepcopy(), as it is made, and at the end of a pass.
+
+    At the end of a pass, those alone are noted that have the shapes of a DDP object's parameters.
+    """
+
+    copy: str  # its key
+    line: str  # that made it
+    steps: int  # of the optimizers, by then
+    bits: int | None  # of its parameters; None: not read
 
 
 @dataclass(slots=True)

@@ -3,12 +3,14 @@
 import collections
 import itertools
 import os
+import re
 from dataclasses import dataclass
 
 from ..findings import Found, Question, rule
 from ..records.files import Load, Move, Save
 from ..records.model import LoadedIntoModel
-from ..words import in_words
+from ..words import in_words, on_each
+from .pages import AGREE
 
 COPY = "keep a copy: copy.deepcopy(model.state_dict())"
 KEYS = "pitfalls/keys_with_module.py"
@@ -66,6 +68,49 @@ def several_save_one_file(run):
                 "pitfalls/every_rank_saves.py",
                 once=f"save {first.line}",
             )
+
+
+@rule()
+def saved_by_own_decision(run):
+    """All ranks save at a line, and at times some of them alone: each decides by its own figure.
+
+    Looks alike, and is right: ranks that take turns; a helper by which all save one file, and
+    rank 0 another.
+    """
+    if run.cut:
+        return
+    for line, saves in saves_of_several(run).items():
+        partners = [
+            sum(
+                any(nothing_keeps_apart(save, other) for other in others)
+                for others in saves.values()
+            )
+            for mine in saves.values()
+            for save in mine
+        ]
+        if max(partners) == len(saves) and min(partners) < len(saves):
+            counts = {rank: len(mine) for rank, mine in saves.items()}
+            yield Question(
+                f"each rank decides for itself whether it saves ({line}): {on_each(counts)}, and"
+                " not at the same steps",
+                "by a figure of its own share? all_reduce it before, or let rank 0 decide for all",
+                AGREE,
+                once=f"decides {line}",
+            )
+
+
+def saves_of_several(run):
+    """Return {line: {rank: its saves there}} of the files that several ranks save alike.
+
+    Their names may differ by numbers: of the rank, of the step.
+    """
+    found = collections.defaultdict(dict)
+    for number, rank in run.ranks.items():
+        for save in rank.records(Save):
+            if save.path:
+                name = re.sub(r"\d+", "", os.path.basename(save.path))
+                found[save.line, name].setdefault(number, []).append(save)
+    return {line: saves for (line, _), saves in found.items() if len(saves) > 1}
 
 
 @rule(unless={"save"})

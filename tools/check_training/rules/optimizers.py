@@ -3,7 +3,9 @@
 import collections
 
 from ..findings import Found, Question, rule
-from ..records.optimizer import Average, Optimizer, Schedule
+from ..records.optimizer import Average, ModelCopy, Optimizer, Schedule
+from ..words import differ, on_each
+from ..words import in_words as ranks_in_words
 
 
 @rule()
@@ -32,12 +34,44 @@ def schedule_rises_again(run):
         for schedule in schedules_that_count(rank):
             if schedule.name != "CosineAnnealingLR" or is_never_stepped(rank, schedule):
                 continue
+            if calls_for_a_step(schedule) and not run.cut:
+                continue  # schedule_runs_ahead says it
             if schedule.last > schedule.total:
                 yield Question(
                     f"{in_words(schedule)} was made for {schedule.total} steps, and its step() was"
                     f" called {schedule.last} times: the rate rises again",
                     "is its length counted in epochs, and step() called for each batch?",
                 )
+
+
+@rule()
+def schedule_runs_ahead(run):
+    """A schedule was made for as many calls as there are steps, and is called more often.
+
+    It is called for each of the accumulated batches, or a library calls it once for each rank.
+    Looks alike, and is right: a schedule whose length counts these calls; a warm-up.
+    """
+    if run.cut:
+        return
+    for rank in run.ranks.values():
+        for schedule in schedules_that_count(rank):
+            calls = calls_for_a_step(schedule)
+            if calls:
+                yield Question(
+                    f"{in_words(schedule)} was made for {schedule.total} steps, and its step() is"
+                    f" called {calls} times for each step of the optimizer",
+                    "the rate is at its end after a part of the training: is it called for each"
+                    " accumulated batch, or for each rank?",
+                    once=f"ahead {schedule.line}",
+                )
+
+
+def calls_for_a_step(schedule):
+    """Return how often a Schedule is called for each step, if its length counts steps; else 0."""
+    if not schedule.total or abs(schedule.total / schedule.steps - 1) > 0.1:
+        return 0
+    calls = round(schedule.last / schedule.steps)
+    return calls if calls > 1 and abs(schedule.last / schedule.steps / calls - 1) < 0.05 else 0
 
 
 @rule()
@@ -91,17 +125,76 @@ def in_words(schedule):
 def average_never_updated(run):
     """An AveragedModel is never updated: it holds the first weights.
 
-    It is a question: some scripts begin to average late.
+    It is a question: some scripts begin to average late. Looks alike, and is right: rank 0 alone
+    has the average.
     """
-    for rank in run.ranks.values():
-        latest = {each.average: each for each in rank.records(Average)}
-        for average in latest.values():
-            if average.updates == 0 and average.steps > 19:
-                yield Question(
-                    f"AveragedModel ({average.line}) is never updated: after {average.steps} steps"
-                    " it holds the first weights",
-                    "call update_parameters(model) after each step",
-                )
+    for averages in averages_of_ranks(run):
+        average = next(iter(averages.values()))
+        if all(each.updates == 0 and each.steps > 19 for each in averages.values()):
+            yield Question(
+                f"AveragedModel ({average.line}) is never updated: after {average.steps} steps"
+                " it holds the first weights",
+                "call update_parameters(model) after each step",
+            )
+
+
+@rule()
+def average_of_some_ranks(run):
+    """Some ranks alone update an average of the weights, which the others call, too.
+
+    Looks alike, and is right: rank 0 alone updates it and calls it.
+    """
+    for averages in averages_of_ranks(run):
+        updates = {rank: each.updates for rank, each in averages.items()}
+        if None in updates.values():
+            continue
+        behind = [rank for rank, count in updates.items() if 2 * count < max(updates.values())]
+        callers = [rank for rank in behind if averages[rank].calls]
+        if callers:
+            line = averages[callers[0]].line
+            yield Question(
+                f"AveragedModel ({line}) is updated {on_each(updates)}, and"
+                f" {ranks_in_words(callers)} calls it, too",
+                "each rank has an average of its own: update it on all ranks",
+            )
+
+
+def averages_of_ranks(run):
+    """Return, for each AveragedModel, {rank: its latest Average}."""
+    found = collections.defaultdict(dict)
+    for number, rank in run.ranks.items():
+        for each in rank.records(Average):
+            found[each.average][number] = each
+    return [*found.values()]
+
+
+@rule()
+def copy_of_some_ranks(run):
+    """A copy of the model changes on some ranks, and stays as it was made on the others.
+
+    It is a question: these ranks alone may call and save it. Looks alike, and is right: a copy that
+    changes on all ranks (a teacher, an average), or on none.
+    """
+    found = collections.defaultdict(dict)
+    for number, rank in run.ranks.items():
+        for each in rank.records(ModelCopy):
+            found[each.copy].setdefault(number, []).append(each)
+    for notes in found.values():
+        if len(notes) < len(run.ranks) or not all(map(lived, notes.values())):
+            continue
+        changed = [rank for rank, mine in notes.items() if differ(each.bits for each in mine)]
+        if 0 < len(changed) < len(notes):
+            line = notes[changed[0]][0].line
+            yield Question(
+                f"the copy of the model ({line}) changes on {ranks_in_words(changed)} alone",
+                "an average of the weights? The others have the first weights: right if none of"
+                " them calls it",
+            )
+
+
+def lived(notes):
+    """Return whether a copy was noted before and after some steps, and could be read."""
+    return notes[-1].steps > notes[0].steps + 7 and all(each.bits is not None for each in notes)
 
 
 @rule()

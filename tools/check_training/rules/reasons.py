@@ -6,7 +6,7 @@ first that knows something is said; the lists at the end have their order.
 
 from dataclasses import dataclass
 
-from ..records.model import Forward, LoadedIntoModel
+from ..records.model import BareCall, Forward, LoadedIntoModel
 from ..records.optimizer import Clip, LoadedIntoOptimizer
 from ..records.process import Call
 from ..words import differ, in_words, of_some_alone
@@ -75,9 +75,11 @@ def begin_apart(apart):
 
 def bare_model_is_called(apart):
     """A DDP object was made, and never called."""
-    if apart.wrapped and not apart.run.records(Forward):
-        return f"DDP() of {apart.wrapped.line} is never called, but the bare model"
-    return ""
+    if not apart.wrapped or apart.run.records(Forward):
+        return ""
+    calls = apart.run.records(BareCall)
+    where = f", at {calls[0].line}" if calls else ""
+    return f"DDP() of {apart.wrapped.line} is never called, but the bare model{where}"
 
 
 def not_of_ddp(apart):

@@ -163,11 +163,7 @@ def what_was_not_seen(records):
     ranks = all_ranks(records)
     features = set().union(*(run.features for run in records.runs))
     unseen = [text for feature, text in NOT_LOOKED_INTO.items() if feature in features]
-    passes = [each for rank in ranks for each in rank.passes]
-    if not passes:
-        unseen.append("the data: no DataLoader was used (only what goes into DDP is compared)")
-    elif not any(each.progress.over and each.trains for each in passes):
-        unseen.append("whole epochs: none was finished")
+    unseen += what_was_not_seen_of_data(records)
     if not any(rank.records(Buffers) for rank in ranks):
         unseen.append("buffers (those of DDP's models are compared in step 9)")
     if len(records.runs) < 2:
@@ -178,6 +174,29 @@ def what_was_not_seen(records):
     if devices - {"cpu"}:
         unseen.append("weights on GPUs after the first 20 steps")
     return [*unseen, "whether loss, rates and masks are as you mean"]
+
+
+def what_was_not_seen_of_data(records):
+    """Yield texts."""
+    ranks = all_ranks(records)
+    passes = [each for rank in ranks for each in rank.passes]
+    trained = [each for each in passes if each.trains]
+    if not passes:
+        yield "the data: no DataLoader was used (only what goes into DDP is compared)"
+        return
+    if not any(each.progress.exhausted for each in trained):
+        yield "whole epochs: none was finished"
+    for run in records.runs:
+        with_data = [rank for rank in run.ranks.values() if rank.training_passes()]
+        if 0 < len(with_data) < len(run.ranks):
+            yield "the data of ranks that take no batch from a loader"
+            break
+    if any(each.start.is_stream for each in trained):
+        yield "the shares of a stream (an IterableDataset)"
+    if any(each.progress.batches > 1 and not each.progress.batch_bits for each in trained[:9]):
+        yield "what is in the batches: they begin with no tensor that may be read"
+    if any(each.start.workers for each in trained):
+        yield "what the loaders' workers draw by generators of their own"
 
 
 def with_places(findings):

@@ -5,6 +5,7 @@ import pathlib
 from dataclasses import dataclass, field
 
 from . import lines
+from .passes import Loader, by_loader, just_begun
 from .records.data import AfterPass, Pass, Progress
 from .records.model import Forward, Wrapped
 from .records.optimizer import Optimizer, Step
@@ -14,49 +15,6 @@ from .records.times import StepTimes
 # An error that could not be written either.
 NO_ROOM = "nothing can be written to {folder}: is the disk full? TMPDIR=FOLDER names another one"
 TOGETHER = 60  # seconds within which the ranks of one group join it
-
-
-@dataclass(slots=True)
-class LoaderPass:
-    """One pass over a loader, as far as it has come."""
-
-    start: Pass
-    progress: Progress  # the latest; an empty one before the first
-    backwards_after: int = 0  # AfterPass.backwards; 0 if none is noted
-
-    @property
-    def trains(self):
-        """Whether there was a backward pass in it."""
-        return self.progress.backwards > 0
-
-    @property
-    def evaluates(self):
-        """Whether it was a whole pass without a backward one, with gradients off or in eval mode.
-
-        A list of its batches, from which the script trains afterwards, looks alike.
-        """
-        progress = self.progress
-        if not progress.over or not progress.batches:
-            return False
-        if progress.backwards or self.backwards_after > 1:
-            return False
-        return not progress.gradients or any(not mode.training for mode in progress.modes_after)
-
-
-def just_begun(start):
-    """Return the LoaderPass of a Pass of which no progress is noted yet."""
-    counts = dict.fromkeys(("batches", "rows", "items", "order", "index_sum", "backwards"), 0)
-    progress = Progress(
-        start.time,
-        start.number,
-        **counts,
-        sketch=[],
-        rising=True,
-        batch_bits=[],
-        content=0.0,
-        gradients=False,
-    )
-    return LoaderPass(start, progress)
 
 
 def as_a_stranger(time):
@@ -139,34 +97,6 @@ class Rank:
         if not self.standing.what or self.standing.failed:
             return ""
         return f"in {self.standing.what} at {self.standing.line}"
-
-
-def by_loader(passes):
-    """Return {key of a loader: its LoaderPass objects}."""
-    found = collections.defaultdict(list)
-    for each in passes:
-        found[each.start.loader].append(each)
-    return found
-
-
-@dataclass(slots=True)
-class Loader:
-    """A loader that the script makes at one place, and the passes of one kind over it."""
-
-    line: str  # that begins these passes
-    passes: dict[int, list[LoaderPass]]  # {rank: its passes}, of the ranks that have made one
-
-    @property
-    def firsts(self):
-        """The first pass of each rank."""
-        return [passes[0] for passes in self.passes.values()]
-
-    def batch_bits(self):
-        """Return the bits of all batches of each rank, a list for a rank."""
-        return [
-            [bits for each in passes for bits in each.progress.batch_bits]
-            for passes in self.passes.values()
-        ]
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     schedules.py       schedules of the learning rate, averaged models
     datasets.py        datasets, subsets, set_epoch()
     passes.py          passes over loaders
+    generators.py      generators of random numbers
     files.py           torch.save(), torch.load(), and moves of files
 
 To note something new: add a record, or a field, to ../records. Then write a function in the file of

@@ -12,6 +12,7 @@ class Counters:
     phase: int = 0  # exchanges with other ranks that have ended, since it joined its group
     steps: int = 0  # of the optimizer that has taken most, which may be gone by now
     forwards: int = 0  # calls of DDP objects with gradients on
+    no_grad_forwards: int = 0  # and with gradients off
     backwards: int = 0  # calls of backward()
     batches: int = 0  # that were taken from loaders
     small_sums: int = 0  # collective calls with at most 16 numbers

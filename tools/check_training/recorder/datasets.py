@@ -4,6 +4,7 @@ No dataset is asked for an item, which could draw random numbers.
 """
 
 import os
+import sys
 import zlib
 
 import torch
@@ -11,12 +12,14 @@ from torch.utils.data import dataset as torch_dataset
 from torch.utils.data import distributed
 
 from ..records.data import Listed, SetEpoch, SubsetMade
-from .fingerprints import bits, readable, tensors_in
+from .fingerprints import bits, checksum_of_memory, readable, tensors_in
 from .hooks import after, before
 from .notebook import count, note, site
 from .script_lines import where
 
 DEPTH = 8  # of datasets in datasets
+COLUMNS = 8  # of a table that are read
+STRETCHES, STRETCH = 16, 256  # how many stretches of memory are read, and the bytes of each
 
 
 def size_of(thing):
@@ -37,11 +40,57 @@ def data_in(dataset):
                 contents[prefix + name] = [bits(each, 4096) for each in tensors]
             elif isinstance(value, (list, dict)):
                 _list_texts(listed, prefix + name, value)
+            else:
+                found = bits_of_table(value) or bits_of_array(value)
+                if found:
+                    contents[prefix + name] = found
         inner = getattr(dataset, "dataset", None)
         if inner is None or inner is dataset:
             break
         dataset, prefix = inner, f"{prefix}dataset."
     return contents, listed
+
+
+def bits_of_table(value):
+    """Return the bits of each column of a table of Arrow, as `datasets` has it; [] for others.
+
+    What a table was cut out of has the same memory: so where it begins in it counts, too.
+    """
+    if not callable(getattr(value, "column", None)) or not hasattr(value, "num_columns"):
+        return []
+    found = []
+    try:
+        for place in range(min(COLUMNS, value.num_columns)):
+            column, parts = value.column(place), []
+            for chunk in column.chunks[:1] + column.chunks[1:][-1:]:
+                kept = [each for each in chunk.buffers() if each is not None]
+                parts += [chunk.offset, len(chunk)]
+                parts += [bits_of_memory(each.address, each.size) for each in kept]
+            found.append(hash(tuple(parts)))
+    except Exception:  # it looks like such a table, and is none
+        return []
+    return found
+
+
+def bits_of_array(value):
+    """Return the bits of an array of numpy in a list; [] for others."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return []
+    if value.dtype.hasobject or not value.flags.c_contiguous:
+        return []
+    return [bits_of_memory(value.ctypes.data, value.nbytes)]
+
+
+def bits_of_memory(address, size):
+    """Return a hash of some stretches of memory, from its begin to its end."""
+    step = max(STRETCH, size // STRETCHES)
+    return hash(
+        tuple(
+            checksum_of_memory(address + start, min(STRETCH, size - start))
+            for start in range(0, size, step)
+        )
+    )
 
 
 def _list_texts(listed, name, value):

@@ -4,7 +4,10 @@ A check is cheap only if it is rare, and if it waits for no GPU. All ranks read 
 the same steps.
 """
 
+import collections.abc
 import ctypes
+import dataclasses
+import itertools
 import math
 import zlib
 
@@ -81,16 +84,30 @@ def random_state(device):
 
 
 def tensors_in(value, depth=0):
-    """Yield the tensors in a value, also those in the dicts, lists and tuples of which it is made.
+    """Yield the tensors in a value, also those in what it is made of.
 
-    Of each of these, the first 64 items are looked at.
+    It may be made of mappings, lists, tuples and objects of dataclasses. Of each of these, the
+    first 64 items are looked at.
     """
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < 4 and isinstance(value, (dict, list, tuple)):
-        items = value.values() if isinstance(value, dict) else value
-        for item in list(items)[:64]:
+    elif depth < 4:
+        for item in itertools.islice(_items_of(value), 64):
             yield from tensors_in(item, depth + 1)
+
+
+def _items_of(value):
+    """Return an iterator over what a value is made of; it yields nothing for what has no parts."""
+    if isinstance(value, (list, tuple)):
+        return iter([*value])
+    if isinstance(value, dict):  # as it is: a class of its own may make values when it is asked
+        return iter([*dict.values(value)])
+    if isinstance(value, collections.abc.Mapping):
+        return (value[key] for key in [*value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value)]
+        return (getattr(value, name, None) for name in names)
+    return iter(())
 
 
 def keys_in(value, depth=0):

@@ -113,11 +113,15 @@ def forward(args, kwargs):
     known = state.wrappers.get(ddp)
     number = known.number if known is not None else 0  # a copy: it was not made by DDP()
     call, exchanges = count(("forward", number, gradients)), ddp.require_backward_grad_sync
-    training = ddp.training
-    turned = follow(number, training, exchanges) if gradients else False
+    training = ddp.module.training  # it may have been set without the wrapper
+    turned = False
+    if gradients:
+        turned = follow(number, training, exchanges)
+    else:
+        counters.no_grad_forwards += 1
     looked, seen = looked_at(call), {}
     if looked:
-        seen, device = _look_into(args[1:], kwargs, ddp, call, gradients)
+        seen, device = _look_into(args[1:], kwargs, ddp, call)
     stand("forward", line)
     stretch = begins("forward", now())
     yield
@@ -179,7 +183,7 @@ def _called(module):
         note(BareCall, line=where())
 
 
-def _look_into(inputs, options, ddp, call, gradients):
+def _look_into(inputs, options, ddp, call):
     """Return (fields of a Forward, the device of the model)."""
     found = [*tensors_in((inputs, options))]
     seen = {
@@ -187,7 +191,7 @@ def _look_into(inputs, options, ddp, call, gradients):
         "batch": [bits(tensor) for tensor in found[:3] if readable(tensor, call)],
     }
     device = next((parameter.device for parameter in ddp.module.parameters()), None)
-    if gradients and device is not None and (device.type == "cpu" or call < FIRST):
+    if device is not None and (device.type == "cpu" or call < FIRST):
         seen["random_state"] = random_state(device)
     return seen, device
 

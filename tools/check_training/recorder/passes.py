@@ -1,4 +1,9 @@
-"""Passes over loaders, and the batches that they give: notes Pass, Progress, AfterPass."""
+"""Passes over loaders, and the batches that they give: notes Pass, Progress, AfterPass.
+
+A pass is over when its iterator says that no batch is left. Not every script asks for that: some
+count the batches, and stop after as many as the loader promises. Such a pass is over when another
+loader is asked for a batch, as its last batch has been used by then.
+"""
 
 import sys
 import weakref
@@ -7,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import dataloader
 
-from ..records.data import AfterPass, Mode, Pass, Progress
-from . import model, optimizer, schedules
+from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
+from . import generators, model, optimizer, schedules
 from .counters import counters
 from .datasets import data_in, size_of
 from .fingerprints import bits, readable, tensors_in
@@ -26,10 +31,17 @@ class KnownPass:
     number: int  # of all passes
     pass_of_loader: int  # of those over loaders that the same lines made
     every: int  # of the indices, those that this number divides are in the sketch
+    workers: int
+    promised: int | None  # batches, as Pass.batches
     backwards_before: int  # that the process had made
+    no_grad_forwards_before: int
     modes_before: list[Mode]
+    modes_after: list[Mode] | None = None  # with the last batch that was promised
+    finished: float | None = None
     items: int = 0
     order: int = 0
+    first_items: int = 0
+    first_orders: list[int] = field(default_factory=list)
     index_sum: int = 0
     sketch: list[int] = field(default_factory=list)
     rising: bool = True
@@ -38,8 +50,22 @@ class KnownPass:
     rows: int = 0
     batch_bits: list[int] = field(default_factory=list)
     content: float = 0.0
+    drawn: list[Drawn] = field(default_factory=list)
+    states: dict[str, int] = field(default_factory=dict)  # before the batch; {}: not looked at
     gradients: bool = False
+    backwards: int = 0  # when another loader gave a batch
+    no_grad_forwards: int = 0
     over: bool = False
+
+    @property
+    def complete(self):
+        """Whether all batches that the loader promises were taken; it may not be over yet."""
+        return bool(self.promised) and self.batches >= self.promised
+
+    def count(self):
+        """Count the passes of the model: no other loader has given a batch since the last one."""
+        self.backwards = counters.backwards - self.backwards_before
+        self.no_grad_forwards = counters.no_grad_forwards - self.no_grad_forwards_before
 
     def taken_for_a_step(self):
         """Return how many batches were taken since this was last asked, when a step begins."""
@@ -90,11 +116,16 @@ class DrawnIndices:
 
 def _add_up(known, batch):
     """Add the indices of a batch, or one index, to what is known of its pass."""
+    if known.states:  # what a sampler draws must be alike on all ranks: it does not count
+        known.states = generators.states()
     indices = batch if isinstance(batch, (list, tuple)) else [batch]
     if not indices or not isinstance(indices[0], int):
         return
+    known.first_items = known.first_items or len(indices)
     known.items += len(indices)
     known.order = hash((known.order, *indices))  # of numbers: alike in all processes
+    if len(known.first_orders) < 8:
+        known.first_orders.append(known.order)
     known.index_sum += sum(indices)
     known.rising = known.rising and list(indices) == sorted(indices)
     if known.pass_of_loader < 4 and len(known.sketch) < 2000:
@@ -106,19 +137,26 @@ def _add_up(known, batch):
 def begin_pass(result, args, kwargs):
     """Note a new pass: a loader's iterator was made, or begins anew."""
     iterator, loader = args[:2]
-    key, pass_of_loader = site("p")
-    _end(state.recent.get(key), exhausted=False)
-    _note_after_pass()
-    known = KnownPass(
-        number=count("pass"),
-        pass_of_loader=pass_of_loader,
-        every=max(1, (size_of(loader.dataset) or 0) // 2000),
-        backwards_before=counters.backwards,
-        modes_before=model.modes(optimizer.steps()),
-    )
-    state.of_iterators[iterator] = state.recent[key] = known
+    known = state.of_iterators.get(iterator)
+    if known is None or known.items or known.batches:
+        # Else an iterator with workers sets itself back while it is made: it is the same pass.
+        _end_if_complete(counters.feeding)
+        key, pass_of_loader = site("p")
+        _end(state.recent.get(key), stopped=False)
+        _note_after_pass()
+        known = KnownPass(
+            number=count("pass"),
+            pass_of_loader=pass_of_loader,
+            every=max(1, (size_of(loader.dataset) or 0) // 2000),
+            workers=loader.num_workers,
+            promised=size_of(loader),
+            backwards_before=counters.backwards,
+            no_grad_forwards_before=counters.no_grad_forwards,
+            modes_before=model.modes(optimizer.steps()),
+        )
+        state.of_iterators[iterator] = state.recent[key] = known
+        _note_pass(iterator, loader, key, known)
     iterator._sampler_iter = DrawnIndices(iterator._sampler_iter, known)
-    _note_pass(iterator, loader, key, known)
 
 
 def _note_pass(iterator, loader, key, known):
@@ -138,7 +176,7 @@ def _note_pass(iterator, loader, key, known):
         length=size_of(loader.dataset),
         share=size_of(sampler),
         total_size=_number(sampler, "total_size"),
-        batches=size_of(loader),
+        batches=known.promised,
         replicas=_number(sampler, "num_replicas"),
         replica=_number(sampler, "rank"),
         epoch=_number(sampler, "epoch"),
@@ -146,9 +184,17 @@ def _note_pass(iterator, loader, key, known):
         drop_last=any(getattr(each, "drop_last", None) is True for each in (*samplers, loader)),
         is_stream=iterator._dataset_kind == dataloader._DatasetKind.Iterable,
         workers=loader.num_workers,
+        workers_seed=_workers_seed(iterator, loader),
         contents=contents,
         listed=listed,
     )
+
+
+def _workers_seed(iterator, loader):
+    """Return Pass.workers_seed."""
+    if not loader.num_workers or loader.worker_init_fn is not None:
+        return None
+    return iterator._base_seed
 
 
 def _samplers(loader):
@@ -172,64 +218,119 @@ def _number(sampler, name):
 def next_batch(args, kwargs):
     """Follow the batches of a pass."""
     stand("the loader", where())
+    known = state.of_iterators.get(args[0])
+    if known is not counters.feeding:
+        _end_if_complete(counters.feeding)
+    if known is not None and _draws_are_looked_at(known):
+        known.states = generators.states()
     begin = now()
     batch = yield
     span("loading", begin, now())
     stand("")
-    known = state.of_iterators.get(args[0])
     if batch is RAISED:
-        _end(known, exhausted=isinstance(sys.exc_info()[1], StopIteration))
+        _end(known, stopped=isinstance(sys.exc_info()[1], StopIteration))
         return
     counters.batches += 1
-    if known is not None:
-        counters.feeding = known
-        _take(known, batch)
+    if known is None:
+        return
+    if known.states:
+        known.drawn += generators.moved(known.states, known.batches)
+        known.states = {}
+    _feed_by(known)
+    _take(known, batch)
+
+
+def _draws_are_looked_at(known):
+    """Return whether to look which generators the next batch of a pass draws from."""
+    first_passes = known.pass_of_loader < generators.PASSES
+    return not known.workers and first_passes and known.batches in generators.LOOKED_AT
+
+
+def _feed_by(known):
+    """Remember which pass has given the last batch. What the model does counts for that one."""
+    before = counters.feeding
+    if before is not None and before is not known:
+        before.count()
+    counters.feeding = known
 
 
 def _take(known, batch):
     """Add a batch to what is known of its pass; note that after 4, 8, 16, ... batches."""
     place, known.batches = known.batches, known.batches + 1
     known.gradients = known.gradients or torch.is_grad_enabled()
-    first = next(tensors_in(batch), None)
+    first = _first_tensor(batch)
     if first is not None and first.dim() and readable(first):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
             known.batch_bits.append(bits(first))
         if known.pass_of_loader < 2 and place < 300:
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
-    if place > 2 and (known.batches & place) == 0:  # a power of two
+    if known.complete and known.finished is None:
+        known.finished, known.modes_after = now(), model.modes(optimizer.steps())
+    if place > 2 and (known.batches & place) == 0 and not known.over:  # a power of two
         _note_progress(known)
+
+
+def _first_tensor(batch):
+    """Return the first tensor of a batch, also of one that is an object of the script's own."""
+    first = next(tensors_in(batch), None)
+    if first is None:
+        first = next(tensors_in(getattr(batch, "__dict__", None)), None)
+    return first
 
 
 def _note_progress(known, **fields):
     """Note how far a pass has come; fields: what only its end has."""
+    if known is counters.feeding:
+        known.count()
     note(
         Progress,
         pass_number=known.number,
         batches=known.batches,
+        finished=known.finished,
         rows=known.rows,
         items=known.items,
         order=known.order,
+        first_items=known.first_items,
+        first_orders=known.first_orders,
         index_sum=known.index_sum,
         sketch=known.sketch,
         rising=known.rising,
         batch_bits=known.batch_bits,
         content=known.content,
-        backwards=counters.backwards - known.backwards_before,
+        drawn=known.drawn,
+        backwards=known.backwards,
+        no_grad_forwards=known.no_grad_forwards,
         gradients=known.gradients,
         **fields,
     )
 
 
-def _end(known, exhausted):
-    """Note that a pass is over, unless it was before, and how schedules stand by then."""
+def _end_if_complete(known):
+    """Note that a pass is over, if it has given all batches that its loader promises."""
+    if known is not None and known.complete:
+        _end(known, stopped=False)
+
+
+def _end(known, stopped):
+    """Note that a pass is over, unless it was before, and how schedules stand by then.
+
+    stopped: its iterator has said that no batch is left.
+    """
     if known is None or known.over:
         return
     known.over = True
     state.ended = EndedPass(known.number, counters.backwards, counters.batches)
-    modes = model.modes(optimizer.steps())
+    if stopped and known.finished is None:
+        known.finished = now()
+    if stopped or known.modes_after is None:
+        known.modes_after = model.modes(optimizer.steps())
     _note_progress(
-        known, over=True, exhausted=exhausted, modes_before=known.modes_before, modes_after=modes
+        known,
+        over=True,
+        exhausted=stopped or known.complete,
+        modes_before=known.modes_before,
+        modes_after=known.modes_after,
     )
     schedules.note_all()
 
@@ -246,5 +347,5 @@ def _note_after_pass():
 def end_all():
     """Note that all passes are over: the process leaves its group, or ends."""
     for known in list(state.recent.values()):
-        _end(known, exhausted=False)
+        _end(known, stopped=False)
     _note_after_pass()

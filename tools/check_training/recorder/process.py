@@ -151,6 +151,8 @@ def collective(name, args, kwargs):
         yield  # this rank has no part in it
         return
     fields = {"name": name, "line": where(), "group": group, "unheld": _unheld(name, args, kwargs)}
+    fields["source"] = _source(name, args, kwargs)
+    fields["pass_number"] = None if counters.feeding is None else counters.feeding.number
     number = state.calls.get(group, 0)
     state.calls[group] = number + 1
     first = next(tensors_in([*args[:2], *kwargs.values()]), None)
@@ -159,6 +161,8 @@ def collective(name, args, kwargs):
         fields |= {"dtype": str(first.dtype).removeprefix("torch."), "elements": first.numel()}
         fields["is_gradient"] = name == "all_reduce" and _is_gradient(first)
         fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
+        if name in ("all_reduce", "reduce") and first.numel() == 1:
+            fields["number_given"] = _number_in(first)
     stand(name, fields["line"])
     begin = now()
     result = yield
@@ -203,6 +207,24 @@ def _unheld(name, args, kwargs):
         for tensor in (args[0], torch.empty(1, device="cpu"))
     )
     return bits(args[0]) if users == users_of_new else None
+
+
+def _source(name, args, kwargs):
+    """Return Call.source: the rank that broadcasts or scatters, 0 unless it says so; or None."""
+    if not name.startswith(("broadcast", "scatter")):
+        return None
+    given = kwargs.get("src", kwargs.get("group_src"))
+    if given is None:
+        given = args[2 if name.startswith("scatter") else 1 :][:1]
+        given = given[0] if given else 0
+    return given if isinstance(given, int) else 0
+
+
+def _number_in(tensor):
+    """Return the number in a tensor of one, or None: it may not be read."""
+    if tensor.is_complex() or not readable(tensor, optimizer.steps()):
+        return None
+    return float(tensor)
 
 
 def _is_gradient(tensor):

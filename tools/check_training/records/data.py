@@ -23,6 +23,18 @@ class Listed:
 
 
 @dataclass(slots=True)
+class Drawn:
+    """Random numbers that were drawn in the main process while a loader made a batch.
+
+    Its items drew them, or what puts a batch together; not its sampler.
+    """
+
+    library: str  # "torch", "numpy" or "random": whose own generator
+    batch: int  # number of the batch in its pass
+    state: int  # a hash of the generator's state before
+
+
+@dataclass(slots=True)
 class Pass(Record):
     """A pass over a DataLoader begins: iter(loader), or its workers begin anew."""
 
@@ -43,6 +55,7 @@ class Pass(Record):
     drop_last: bool
     is_stream: bool  # the dataset is an IterableDataset
     workers: int
+    workers_seed: int | None  # of all of them, as torch seeds them; None: none, or the script does
     contents: dict[str, list[int]]  # {attribute of the dataset: bits of its tensors}
     listed: dict[str, Listed]  # {attribute of the dataset: a list of texts}
 
@@ -53,18 +66,23 @@ class Progress(Record):
 
     pass_number: int  # Pass.number
     batches: int  # that were taken
+    finished: float | None  # seconds, as time: when the last batch that there is was taken
     rows: int  # of the first tensor of each batch, in all
     items: int  # that the sampler drew, in this process
     order: int  # a hash of the indices in the order in which they were drawn
+    first_items: int  # in the first batch of indices; 0: no indices were drawn
+    first_orders: list[int]  # the same of the first batch, of the first two, ... of the first eight
     index_sum: int  # of the indices
     sketch: list[int]  # the drawn indices that 1/2000 of the set divides: equal on all ranks
     rising: bool  # the indices of each batch rise: no shuffle
     batch_bits: list[int]  # of the first tensor of the first 32 batches
     content: float  # a sum over the first values of all rows: equal if the items are the same
-    backwards: int  # backward passes since the pass began
+    drawn: list[Drawn]  # for the second to fifth batch; of the first passes over a loader
+    backwards: int  # backward passes until another loader gave a batch
+    no_grad_forwards: int  # calls of DDP objects with gradients off, as above
     gradients: bool  # they were on when a batch was taken
     over: bool = False  # the pass has ended, or another one has begun in its place
-    exhausted: bool = False  # it ended because no batch was left
+    exhausted: bool = False  # no batch was left, or all that the loader promises were taken
     modes_before: list[Mode] = field(default_factory=list)  # of each DDP object, as it began
     modes_after: list[Mode] = field(default_factory=list)  # and as it was over
 

@@ -61,3 +61,6 @@ class Call(Record):
     is_gradient: bool = False  # an all_reduce of a gradient that DDP has averaged
     unheld: int | None = None  # bits of a tensor that nobody else holds; None: somebody does
     one_for_all: bool = False  # all slots of an all_gather's list are one tensor
+    source: int | None = None  # the rank from which all others get something; None: from each
+    number_given: float | None = None  # to an all_reduce or a reduce of one number; None: not read
+    pass_number: int | None = None  # Pass.number of the loader that gave the last batch

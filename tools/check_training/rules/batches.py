@@ -60,7 +60,7 @@ def why_the_order_stays(passes, first, calls):
 
 @rule(unless={"data", "split"})
 def other_sets(run):
-    """A DistributedSampler shares out sets that differ by rank: the rest of each is never seen.
+    """A sampler shares out sets that differ by rank: the rest of each is never seen.
 
     It is a question: each rank's set may be its own.
     """
@@ -73,8 +73,8 @@ def other_sets(run):
         }
         if len(known) == len(run.ranks) and not differ(each.start.length for each in firsts):
             yield Question(
-                f"each rank has another dataset ({loader.line}), and a DistributedSampler takes 1"
-                f" of {run.world_size} items of it",
+                f"each rank has another dataset ({loader.line}), and {sampler_in_words(firsts[0])}"
+                f" takes 1 of {run.world_size} items of it",
                 "is it made of random numbers without a seed, or shared out twice? The rest is"
                 " never seen",
                 "pitfalls/unseeded_dataset.py",
@@ -86,7 +86,8 @@ def other_sets(run):
 def shares_overlap(run):
     """The shares of one set overlap: the ranks' samplers shuffle by other seeds.
 
-    Looks alike, and is right: the few items by which a sampler pads, draws with replacement.
+    Looks alike, and is right: the few items by which a sampler pads, draws with replacement. It is
+    a question for any other sampler than a DistributedSampler: each rank may draw by itself.
     """
     for loader in loaders_shared_out(run):
         firsts = loader.firsts
@@ -96,8 +97,13 @@ def shares_overlap(run):
             continue
         sketches = [set(each.progress.sketch) for each in firsts]
         common, own = len(set.intersection(*sketches)), len(sketches[0])
-        if common > max(run.world_size, 0.02 * own):
-            yield Found(
+        kind, padding = Found, run.world_size
+        if firsts[0].start.replicas is None:
+            kind, padding = Question, run.world_size * firsts[0].progress.first_items
+            if any(draws_again(each) for each in firsts):
+                continue
+        if common > max(padding, 0.02 * own):
+            yield kind(
                 f"the ranks' shares overlap ({loader.line}): {common / own:.0%} of one rank's items"
                 " are also another's",
                 "the samplers shuffle by other seeds, or sets in another order: some items are"
@@ -106,14 +112,27 @@ def shares_overlap(run):
             )
 
 
+def draws_again(one):
+    """Return whether a LoaderPass has drawn an item twice: it draws with replacement."""
+    return len(set(one.progress.sketch)) < len(one.progress.sketch)
+
+
+def sampler_in_words(one):
+    """Return who shares out the set of a LoaderPass."""
+    return "a DistributedSampler" if one.start.replicas is not None else "its sampler"
+
+
 def loaders_shared_out(run):
-    """Return the Loaders whose DistributedSampler shares out to all ranks, on several of them."""
-    return [
-        loader
-        for loader in run.training_loaders()
-        if len(loader.passes) > 1
-        and all(each.start.replicas == run.world_size for each in loader.firsts)
-    ]
+    """Return the Loaders whose samplers share out a set to all ranks, on several of them."""
+    found = []
+    for loader in run.training_loaders():
+        firsts = loader.firsts
+        if len(firsts) < 2:
+            continue
+        by_sampler = all(each.start.replicas == run.world_size for each in firsts)
+        if by_sampler or all(each.takes_a_share_of(run.world_size) for each in firsts):
+            found.append(loader)
+    return found
 
 
 @rule()

@@ -162,7 +162,8 @@ def whole_set_on_each_rank(run):
     """Each rank goes through the whole set in an order of its own: an epoch is so many epochs.
 
     Looks alike, and is right: a set that was split before (its contents differ), draws with
-    replacement. Where the contents are not known, it is asked.
+    replacement, batches of one sampler that are dealt out to the ranks. Where the contents are not
+    known, it is asked.
     """
     for loader in run.training_loaders():
         firsts = loader.firsts
@@ -193,6 +194,8 @@ def goes_through_the_whole(firsts):
         return False
     sets = [(each.start.length, each.start.contents, each.start.listed) for each in firsts]
     if differ(sets):
+        return False
+    if any(each.takes_a_part for each in firsts):
         return False
     return all(each.start.share == each.start.length and each.start.batches for each in firsts)
 

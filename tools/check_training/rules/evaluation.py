@@ -1,10 +1,8 @@
 """What goes wrong between two trainings."""
 
-import math
-
 from ..findings import Found, Question, rule
+from ..records.model import Forward
 from ..records.process import Call
-from ..records.times import StepTimes
 from ..words import differ
 from .pages import METRICS
 
@@ -17,11 +15,11 @@ def items_counted_twice(run):
     """
     for loader in run.evaluation_loaders():
         for rank, passes in loader.passes.items():
-            first = passes[0]
-            start = first.start
-            padding = (start.total_size or 0) - (start.length or 0)
-            if not first.progress.exhausted or start.drop_last:
+            whole = [each for each in passes if each.progress.exhausted]
+            if not whole or whole[0].start.drop_last:
                 continue
+            first, start = whole[0], whole[0].start
+            padding = (start.total_size or 0) - (start.length or 0)
             if not start.length or padding <= 0:
                 continue
             gathers = gathers_around(run.ranks[rank], first)
@@ -30,6 +28,32 @@ def items_counted_twice(run):
                 f"the evaluation ({loader.line}) counts {padding} of {start.length} items twice:"
                 " DistributedSampler pads the shares",
                 "unless you drop them after the gather" if gathers else "",
+                "pitfalls/padded_evaluation.py",
+            )
+
+
+@rule()
+def shares_are_filled_up(run):
+    """Another sampler fills up the shares in an evaluation, and sums over the ranks count that.
+
+    It is a question: the script may leave it out of its sums. Looks alike, and is right: a gather
+    after which the padding is dropped. No record shows that, so nothing is said of a gather.
+    """
+    for loader in loaders_of_all_ranks(run):
+        firsts = loader.firsts
+        start, most_padding = firsts[0].start, len(firsts) * firsts[0].progress.first_items
+        if start.replicas is not None or start.drop_last:
+            continue
+        if not all(each.progress.exhausted and each.takes_a_part for each in firsts):
+            continue
+        padding = sum(each.items for each in firsts) - start.length
+        if any(gathers_around(run.ranks[rank], of[0]) for rank, of in loader.passes.items()):
+            continue
+        if 0 < padding <= most_padding:
+            yield Question(
+                f"the evaluation ({loader.line}) counts {padding} of {start.length} items twice:"
+                " its sampler fills up the shares",
+                "unless your sums leave them out",
                 "pitfalls/padded_evaluation.py",
             )
 
@@ -88,6 +112,38 @@ def norms_have_moved(one):
     return any(before.norm_updates < after.norm_updates for before, after in modes)
 
 
+@rule()
+def dropout_in_the_evaluation(run):
+    """DDP's forward draws random numbers in an evaluation, in train mode: dropout is on.
+
+    Looks alike, and is right: uncertainty that is measured by dropout. So it is asked. Where
+    BatchNorm learns from the evaluation, another rule says that it runs in train mode.
+    """
+    for loader in run.evaluation_loaders():
+        for rank, passes in loader.passes.items():
+            if not run.ranks[rank].training_passes() or any(map(norms_have_moved, passes)):
+                continue
+            forwards = [
+                forward for each in passes for forward in forwards_in(run.ranks[rank], each)
+            ]
+            if forwards and all(each.training and each.drew for each in forwards):
+                yield Question(
+                    f"the evaluation ({loader.line}) runs in train mode: dropout is on",
+                    "model.eval(), unless that is meant so",
+                )
+
+
+def forwards_in(rank, one):
+    """Return a rank's Forward records without gradients in a LoaderPass, as far as looked into."""
+    return [
+        forward
+        for forward in rank.records(Forward)
+        if one.start.time < forward.time < one.progress.time
+        and not forward.gradients
+        and forward.drew is not None
+    ]
+
+
 @rule(unless={"models", "weights"})
 def other_norms_on_ranks(run):
     """BatchNorm's running values differ between the ranks in an evaluation in eval mode."""
@@ -106,38 +162,86 @@ def other_norms_on_ranks(run):
 
 @rule()
 def figures_stay_apart(run):
-    """Each rank evaluates a share, and makes no collective call before it trains on.
+    """Each rank evaluates a share, and no rank gets anything of the others' figures.
 
-    Looks alike, and is right: ranks that split the model, a run that was cut.
+    Looks alike, and is right: ranks that split the model, a run that was cut, the whole set in an
+    order of its own, figures that are put together some steps later.
     """
     if run.may_split_the_model or run.cut:
         return
     for loader in loaders_of_all_ranks(run):
-        shares = [first.progress.batch_bits for first in loader.firsts]
-        if differ(shares) and not ranks_meet_after(run, loader):
-            yield Question(
-                f"each rank evaluates a share ({loader.line}), and nothing puts the ranks' figures"
-                " together",
-                "rank 0's is that of its share: all_reduce sums and counts",
-                METRICS,
-            )
+        firsts = loader.firsts
+        if not differ(each.progress.batch_bits for each in firsts):
+            continue
+        if all(each.items is not None and each.items == each.start.length for each in firsts):
+            continue
+        exchanges = Exchanges(run, loader)
+        if exchanges.figures:
+            continue
+        what = "nothing puts the ranks' figures together"
+        if len(exchanges.counts) > len(run.ranks):
+            what = "the ranks sum the number of items alone"
+        yield Question(
+            f"each rank evaluates a share ({loader.line}), and {what}",
+            "rank 0's is that of its share: all_reduce sums and counts",
+            METRICS,
+        )
 
 
-def ranks_meet_after(run, loader):
-    """Return whether a rank makes a collective call between an evaluation and its next step.
+class Exchanges:
+    """The collective calls in which a rank may get something of the others' evaluations.
 
-    A barrier is none.
+    figures     Call records with anything but a count
+    counts      Call records that sum how many items or batches there were
     """
-    for number, passes in loader.passes.items():
-        rank = run.ranks[number]
-        for each in passes:
-            end = each.progress.time
-            steps = [step.time for step in rank.records(StepTimes) if step.time > end]
-            until = min(steps, default=math.inf)
-            for call in rank.records(Call):
-                if end < call.time < until and call.name != "barrier":
-                    return True
-    return False
+
+    def __init__(self, run, loader):
+        """Take the calls that come with the passes over a Loader, on all ranks.
+
+        They come before another loader gives a batch. A call that comes later is one of them if
+        its line was not called before the first of these passes.
+        """
+        self.figures, self.counts = [], []
+        for number, passes in loader.passes.items():
+            own = {each.start.number for each in passes}
+            begin = passes[0].start.time
+            calls = [each for each in run.ranks[number].records(Call) if tells_of_others(each)]
+            lines_before = {call.line for call in calls if call.time < begin}
+            for call in calls:
+                later = call.time > begin and call.line not in lines_before
+                if call.pass_number in own or later:
+                    self._sort(call, passes)
+
+    def _sort(self, call, passes):
+        if is_a_count(call, passes):
+            self.counts.append(call)
+        elif not is_a_decision(call):
+            self.figures.append(call)
+
+
+def tells_of_others(call):
+    """Return whether a rank can get something of other ranks in a Call.
+
+    In a broadcast from rank 0 it gets what rank 0 has, which is what is printed anyway.
+    """
+    return "barrier" not in call.name and call.source != 0 and not call.is_gradient
+
+
+def is_a_count(call, passes):
+    """Return whether a Call sums what a rank has counted in one of these LoaderPass objects."""
+    if call.number_given is None:
+        return False
+    counts = {
+        count
+        for each in passes
+        for count in (each.progress.rows, each.progress.items, each.progress.batches)
+    }
+    return call.number_given in counts
+
+
+def is_a_decision(call):
+    """Return whether a Call sums whole numbers of which this one is 0 or 1: yes or no."""
+    return call.number_given in (0, 1) and "float" not in call.dtype
 
 
 @rule()

@@ -1,0 +1,126 @@
+"""Passes over loaders, put together from their records."""
+
+import collections
+from dataclasses import dataclass
+
+from .records.data import Pass, Progress
+
+
+@dataclass(slots=True)
+class LoaderPass:
+    """One pass over a loader, as far as it has come."""
+
+    start: Pass
+    progress: Progress  # the latest; an empty one before the first
+    backwards_after: int = 0  # AfterPass.backwards; 0 if none is noted
+
+    @property
+    def trains(self):
+        """Whether there was a backward pass in it."""
+        return self.progress.backwards > 0
+
+    @property
+    def evaluates(self):
+        """Whether it was a whole pass without a backward one, with gradients off or in eval mode.
+
+        Gradients may be off while it takes a batch, or while DDP's forward runs. A list of its
+        batches, from which the script trains afterwards, looks alike.
+        """
+        progress = self.progress
+        if not progress.over or not progress.batches:
+            return False
+        if progress.backwards or self.backwards_after > 1:
+            return False
+        if progress.no_grad_forwards or not progress.gradients:
+            return True
+        return any(not mode.training for mode in progress.modes_after)
+
+    @property
+    def items(self):
+        """How many items this rank gets in a whole pass. If it was not whole: about so many.
+
+        None: no indices were drawn.
+        """
+        start, progress = self.start, self.progress
+        if progress.exhausted or not start.batches:
+            return progress.items or None
+        return progress.first_items * start.batches or None
+
+    @property
+    def takes_a_part(self):
+        """Whether it gives a part of the set alone. What drop_last leaves out is less than a batch.
+
+        False if that is not known.
+        """
+        items, length = self.items, self.start.length
+        if items is None or length is None or items >= length:
+            return False
+        left_out = self.progress.first_items - 1 if self.start.drop_last else 0
+        return items + left_out < length or items <= length / 2
+
+    def takes_a_share_of(self, ranks):
+        """Whether it gives 1 of so many ranks' share of the set, without a DistributedSampler.
+
+        In at least four batches: it may be off by one.
+        """
+        batch = self.progress.first_items
+        if self.start.replicas is not None or not self.takes_a_part or self.items < 4 * batch:
+            return False
+        return abs(self.items * ranks - self.start.length) <= ranks * batch
+
+
+def just_begun(start):
+    """Return the LoaderPass of a Pass of which no progress is noted yet."""
+    names = [
+        "batches",
+        "rows",
+        "items",
+        "first_items",
+        "order",
+        "index_sum",
+        "backwards",
+        "no_grad_forwards",
+    ]
+    counts = dict.fromkeys(names, 0)
+    progress = Progress(
+        start.time,
+        start.number,
+        **counts,
+        finished=None,
+        first_orders=[],
+        sketch=[],
+        rising=True,
+        batch_bits=[],
+        content=0.0,
+        drawn=[],
+        gradients=False,
+    )
+    return LoaderPass(start, progress)
+
+
+def by_loader(passes):
+    """Return {key of a loader: its LoaderPass objects}."""
+    found = collections.defaultdict(list)
+    for each in passes:
+        found[each.start.loader].append(each)
+    return found
+
+
+@dataclass(slots=True)
+class Loader:
+    """A loader that the script makes at one place, and the passes of one kind over it."""
+
+    line: str  # that begins these passes
+    passes: dict[int, list[LoaderPass]]  # {rank: its passes}, of the ranks that have made one
+
+    @property
+    def firsts(self):
+        """The first pass of each rank."""
+        return [passes[0] for passes in self.passes.values()]
+
+    def batch_bits(self):
+        """Return the bits of all batches of each rank, a list for a rank."""
+        return [
+            [bits for each in passes for bits in each.progress.batch_bits]
+            for passes in self.passes.values()
+        ]

@@ -1,0 +1,88 @@
+"""Random numbers of loaders: what makes the items draws them, in the process or in workers."""
+
+from ..findings import Question, rule
+from ..words import differ, most
+
+LEAST_CHANGE = 1e-6  # of the sum over all items: less than that is rounding
+RANDOMNESS = "recipes/randomness.py"
+
+
+@rule(unless={"data"})
+def loaders_draw_alike(run):
+    """All ranks draw the same random numbers while their loaders make batches.
+
+    What the sampler draws is not looked at: it must be alike. Looks alike, and is right: numbers
+    that must be alike for other reasons. So it is asked.
+    """
+    for loader in loaders_of_all_ranks(run):
+        for library in ("torch", "numpy", "random"):
+            rows = list(states_before_draws(loader, library).values())
+            rows = [row for row in rows if len(row) == len(run.ranks)]
+            same = sum(not differ(row) for row in rows)
+            if most(same, len(rows), least=4):
+                yield alike(f"in {same} of {len(rows)} batches ({loader.line}, {library})", "items")
+
+
+def states_before_draws(loader, library):
+    """Return {(number of the pass, of the batch): a list of the ranks' Drawn.state}."""
+    found = {}
+    for passes in loader.passes.values():
+        for number, each in enumerate(passes):
+            for drawn in each.progress.drawn:
+                if drawn.library == library:
+                    found.setdefault((number, drawn.batch), []).append(drawn.state)
+    return found
+
+
+@rule(unless={"data"})
+def workers_draw_alike(run):
+    """The workers of all ranks have the same seed, and the items change from pass to pass.
+
+    Looks alike, and is right: one seed on all ranks where the items need no random numbers. The
+    records show that they do: the sum over all ranks' items is another one in the second pass.
+    """
+    for loader in loaders_of_all_ranks(run):
+        seeds = [
+            [each.start.workers_seed for each in passes[:2]] for passes in loader.passes.values()
+        ]
+        if any(None in each for each in seeds) or differ(seeds):
+            continue
+        if items_change(loader):
+            yield alike(f"({loader.line}, seed {seeds[0][0]})", "workers")
+
+
+def alike(where, who):
+    return Question(
+        f"the {who} of all ranks draw the same random numbers {where}",
+        "their augmentation is alike: seed by rank, unless they must draw alike",
+        RANDOMNESS,
+        once=f"alike {who}",
+    )
+
+
+def items_change(loader):
+    """Return whether the same items had other contents in the second pass of all ranks."""
+    sums = []
+    for number in (0, 1):
+        row = [passes[number].progress for passes in loader.passes.values() if passes[number:]]
+        if len(row) < len(loader.passes) or not all(map(is_added_up, row)):
+            return False
+        counts = sum(each.items for each in row), sum(each.index_sum for each in row)
+        sums.append((*counts, sum(each.content for each in row)))
+    (*first_items, before), (*second_items, after) = sums
+    largest = max(abs(before), 1)
+    return first_items == second_items and abs(after - before) > LEAST_CHANGE * largest
+
+
+def is_added_up(progress):
+    """Return whether Progress.content has all items of a whole pass."""
+    return progress.exhausted and progress.items > 1 and progress.batches < 300
+
+
+def loaders_of_all_ranks(run):
+    """Return the Loaders over which all ranks train, at least two."""
+    return [
+        loader
+        for loader in run.training_loaders()
+        if len(loader.passes) == len(run.ranks) and len(loader.passes) > 1
+    ]

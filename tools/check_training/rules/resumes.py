@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 
 from ..findings import Found, Question, rule
+from ..passes import LoaderPass
 from ..records.files import Load, Move, Save
 from ..records.optimizer import LoadedIntoOptimizer, Schedule
-from ..runs import LoaderPass
 from ..words import differ
 from .pages import ELASTIC
 

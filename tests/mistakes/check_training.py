@@ -122,7 +122,7 @@ MISTAKES = {
         {LOSS: LOSS.replace("model(x)", "model.module(x)")},
         "weights_come_apart",
         "found: .* never called, but the bare model, at",
-        LOSS,
+        "model.module(x)",
         False,
     ),
     "two forwards": (

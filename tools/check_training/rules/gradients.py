@@ -10,7 +10,7 @@ from ..records.optimizer import Clip, Optimizer, Step, ThrownAway
 from ..records.process import Call
 from ..runs import Rank
 from ..words import differ, in_words, most
-from .pages import CLIP
+from .pages import CLIP, SILENT
 
 
 @dataclass(slots=True)
@@ -77,6 +77,7 @@ def mixed_with_another_loss(run):
                 f" {own.where}: with those of the first, another one took its step",
                 "are both losses meant? Else call zero_grad() right before backward(), or"
                 " requires_grad_(False) on the other's parameters",
+                SILENT,
                 once="mixed",
             )
 
@@ -174,6 +175,7 @@ def layers_of_no_model(run):
                 " are in no optimizer and no DDP object",
                 "layers in a plain list are not the model's: nn.ModuleList; if they are to stay as"
                 " they are, requires_grad_(False)",
+                SILENT,
                 once="strays",
             )
 

@@ -6,6 +6,7 @@ from ..findings import Found, Question, rule
 from ..records.optimizer import Average, ModelCopy, Optimizer, Schedule
 from ..words import differ, on_each
 from ..words import in_words as ranks_in_words
+from .pages import SILENT
 
 
 @rule()
@@ -62,6 +63,7 @@ def schedule_runs_ahead(run):
                     f" called {calls} times for each step of the optimizer",
                     "the rate is at its end after a part of the training: is it called for each"
                     " accumulated batch, or for each rank?",
+                    SILENT,
                     once=f"ahead {schedule.line}",
                 )
 
@@ -156,6 +158,7 @@ def average_of_some_ranks(run):
                 f"AveragedModel ({line}) is updated {on_each(updates)}, and"
                 f" {ranks_in_words(callers)} calls it, too",
                 "each rank has an average of its own: update it on all ranks",
+                SILENT,
             )
 
 
@@ -189,6 +192,7 @@ def copy_of_some_ranks(run):
                 f"the copy of the model ({line}) changes on {ranks_in_words(changed)} alone",
                 "an average of the weights? The others have the first weights: right if none of"
                 " them calls it",
+                SILENT,
             )
 
 

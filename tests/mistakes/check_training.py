@@ -125,6 +125,20 @@ MISTAKES = {
         "model.module(x)",
         False,
     ),
+    "no_sync, and an evaluation that gathers": (  # as large a tensor as the largest parameter
+        {
+            LOSS: LOSS.replace("loss = ", "with model.no_sync(): loss = "),
+            **before(
+                REDUCE,
+                "out = model.module(inputs[:700]).detach()",
+                "dist.all_gather([torch.empty_like(out) for _ in range(2)], out)",
+            ),
+        },
+        "weights_come_apart",
+        "found: .*no_sync",
+        STEP,
+        False,
+    ),
     "two forwards": (
         {BACK: "            more = model(x).mean()\n" + BACK + BACK.replace("loss", "more")},
         "weights_come_apart",

@@ -862,6 +862,17 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         ),
         **after(STEP, "schedule.step()"),
     },
+    "a state that is loaded again, after the schedule was made": {
+        **after(
+            OPT,
+            "state = optimizer.state_dict()",
+            "state['param_groups'][0].update(lr=0.01, initial_lr=0.05)",
+            "optimizer.load_state_dict(state)",
+            "schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)",
+            "optimizer.load_state_dict(state)",
+        ),
+        **after(STEP, "schedule.step()"),
+    },
     "a snapshot that is loaded when all is done": {
         **before(EPOCHS, SNAPSHOT),
         SAVE: f"{SAVE}            torch.save(snapshot(), 'snapshot.pt')\n"

@@ -200,10 +200,11 @@ def gathered(value):
     return values
 
 
-def log(message, every_rank=False):
-    """Print a line with the rank in front: rank 0 speaks for all, or every rank for itself."""
+def log(*values, sep=" ", every_rank=False):
+    """Print as print does, the rank in front: rank 0 speaks for all, or every rank for itself."""
     if every_rank or dist.get_rank() == 0:
-        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {message}\n", end="", flush=True)
+        text = sep.join(map(str, values))
+        print(f"[rank {dist.get_rank()}/{dist.get_world_size()}] {text}\n", end="", flush=True)
 
 
 def stop(message, status=2):
@@ -241,10 +242,12 @@ class Snapshot:
     def load(self, **new):
         """Load all parts from the newest file of any machine; return the rest of it, a dict.
 
-        new: that rest in a new job, or of names that the file has not. One is step, how many are
+        new: that rest in a new job, or of names that the file has not. Give step, how many are
         done. The newest is sent to all ranks (three times its size of memory on each) and disks. It
         stops, and touches no file, if one is damaged, or of another model, job or plan.
         """
+        if "step" not in new:
+            stop("Snapshot.load needs step=, how many are done in a new job: load(step=0)")
         path, mine, content = self.path, None, b""
         if self.writer and os.path.exists(path):
             try:
@@ -303,12 +306,14 @@ class Snapshot:
         return {**new, **state}
 
     def save(self, **numbers):
-        """Save all parts, and these: plain numbers, texts and tensors, in lists and dicts.
+        """Save all parts, and these: step; plain numbers, texts and tensors, in lists and dicts.
 
-        One is step. When it returns, every disk has the file. Buffers (BatchNorm's means) are made
-        rank 0's. All else must be alike on all ranks: RuntimeError names the first that differs. It
-        stops if save does, or if somebody else has written path meanwhile, whose file stays.
+        When it returns, every disk has the file. Buffers (BatchNorm's means) are made rank 0's. All
+        else must be alike on all ranks: RuntimeError names the first that differs. It stops if save
+        does, or if somebody else has written path meanwhile, whose file stays.
         """
+        if "step" not in numbers:
+            stop("Snapshot.save needs step=, how many are done: save(step=step)")
         same_buffers(*self.parts.values())
         compare(**self.parts, **numbers)
         if self.writer:  # two halves of a job may train on after a cut
@@ -395,7 +400,7 @@ def lock(path, patience):
         time.sleep(1)
         lock(path, patience - 1)
     except OSError as error:
-        log(f"note: {path} cannot be locked ({error.strerror}): start no second job", True)
+        log(f"note: {path} is not locked ({error.strerror}): start no second job", every_rank=True)
 
 
 @contextlib.contextmanager
@@ -405,14 +410,11 @@ def settled(*models):
     After its first backward, DDP groups gradients anew. That changes the order of additions and, on
     three ranks or more, the rounding. Without this pass, a resumed run ends with other weights.
     """
-    # On the CPU: at a resume, GPUs hold the optimizer's state already.
-    states = [
-        {
-            name: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
-            for name, value in model.state_dict().items()
-        }
-        for model in models
-    ]
+
+    def kept(value):  # on the CPU: at a resume, GPUs hold the optimizer's state already
+        return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
+
+    states = [{name: kept(its) for name, its in model.state_dict().items()} for model in models]
     yield
     for model, state in zip(models, states, strict=True):
         try:
@@ -453,19 +455,17 @@ def compare(**parts):
         try:
             rows.append((name, *checksum(leaf)))
         except Exception as error:  # of many types: a lock, a function, a sparse tensor
-            stop(
-                f"cannot compare {name}, a {type(leaf).__qualname__} ({repr(error)[:200]}): give"
-                " tensors, NumPy arrays, numbers and texts",
-                1,
-            )
+            what = f"{name}, a {type(leaf).__qualname__} ({repr(error)[:200]})"
+            stop(f"cannot compare {what}: give tensors, NumPy arrays, numbers and texts", 1)
     if len({*gathered(checksum(rows))}) > 1:
         for row in itertools.zip_longest(*gathered(rows), fillvalue=("the number of values", "")):
             if len({*row}) > 1:
                 each = dict.fromkeys(row)
                 found = ", ".join(f"rank {row.index(its)}: {' '.join(its)}" for its in each)
                 raise RuntimeError(
-                    f"the ranks differ in {row[0][0]} ({found[:500]}): look for"
-                    ' "the ranks differ" in template/README.md'
+                    f"the ranks differ in {row[0][0]} ({found[:500]}). Should it be alike (a best"
+                    " score, an average)? Update it on all ranks, by an all-reduced metric. Is it a"
+                    " rank's own? Gather it. Look for 'the ranks differ' in template/README.md"
                 )
     return checksum([(name, digest) for name, _, digest in rows])[1]
 

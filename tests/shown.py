@@ -24,7 +24,7 @@ DOCUMENTS = [
         {
             *ROOT.glob("*.md"),
             *ROOT.glob("[!.]*/README.md"),
-            ROOT / "template/example/README.md",
+            *ROOT.glob("template/*/README.md"),
             ROOT / "template/machines.md",
             *ROOT.glob("tools/*.md"),
             *ROOT.glob("docs/*.md"),

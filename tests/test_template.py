@@ -86,10 +86,7 @@ def reports(result):
 
 def validations(result):
     """{step: (training loss, validation loss)}, the last ones of a step."""
-    pattern = (
-        r"step +(\d+)/\d+ \| training loss (\S+) \| validation loss (\S+) \| best after step"
-        r" \d+"
-    )
+    pattern = r"step +(\d+)/\d+ \| training loss (\S+) \| validation loss (\S+) \| best .*"
     return {int(step): (*map(float, said),) for step, *said in result.numbers(pattern)}
 
 
@@ -222,15 +219,8 @@ OTHER_SET = "load_sets = lambda old=load_sets: (TensorDataset(old()[0].tensors[0
 
 def test_epochs_and_patience(tmp_path):
     """Epochs of 4 steps."""
-    result = train(
-        tmp_path / "run",
-        "--epochs",
-        3,
-        "--patience",
-        1,
-        *SMALL,
-        changes=STILL + OTHER_SET.format("[:53]"),
-    )
+    words = "--epochs", 3, "--patience", 1, *SMALL
+    result = train(tmp_path / "run", *words, changes=STILL + OTHER_SET.format("[:53]"))
     assert list(validations(result)) == [4, 8], result.output
     assert "stopped early: no better validation since step 4" in result.lines(0)
     assert load(tmp_path / "run")["step"] == 8
@@ -791,15 +781,10 @@ def test_started_by_hand(tmp_path, by_hand):
 
 @pytest.mark.parametrize("missing", [0, 2, pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_rank_that_never_comes_is_named(tmp_path, by_hand, missing):
-    died = (
-        missing == "torchrun"
-        and {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "LOCAL_WORLD_SIZE": "3",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-        or {}
-    )
+    died = {}
+    if missing == "torchrun":
+        died = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "3"}
+        died["TORCHELASTIC_RESTART_COUNT"] = "0"
     waiting = [variables | died for rank, variables in enumerate(by_hand(3)) if rank != missing]
     result = fork(SCRIPT, "--timeout", 900 if died else 3, cwd=tmp_path, environments=waiting)
     assert result.status == 1
@@ -847,11 +832,8 @@ def test_a_cause_is_told_by_what_is_known(survive, monkeypatch, capsys):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
         line = survive.explain(OSError(f"remote=[{address}]"), one_machine=count == 2)
         assert cause in line and line.endswith(f"(OSError('remote=[{address}]'))")
-    keys, threads, store = (
-        set(),
-        [],
-        types.SimpleNamespace(check=lambda asked: {*asked} <= keys, add=lambda *_: 1),
-    )
+    keys, threads = set(), []
+    store = types.SimpleNamespace(check=lambda asked: {*asked} <= keys, add=lambda *_: 1)
     store.set = lambda key, _: (keys.add(key), threads.append(threading.current_thread().daemon))
     monkeypatch.setattr(time, "sleep", lambda _: keys.add("rank 2 failed"))
     for error in "Timed out", "DataLoader timed out after 120 seconds", "is non-finite":  # 1 blames
@@ -956,10 +938,10 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
 for again in 1, 2:
     exec('''RATE''')
     assert optimizer.param_groups[0]["lr"] == 0.25 and scheduler.base_lrs == [0.5]
-rows, step, snapshot = "1,a\\n2,b\\n", 2, survive.Snapshot("a.pt", "")
-open("log.csv", "w").write(rows + "3,c\\n1")  # one more, and a part of another
+whole, step, snapshot = "1,a\\n2,b\\n", 2, survive.Snapshot("a.pt", "")
+open("log.csv", "w").write(whole + "3,c\\n1")  # one more, and a part of another
 LOG
-assert open("log.csv").read() == rows
+assert open("log.csv").read() == whole
 dist.barrier(), survive.leave(finished=False)
 """
 
@@ -983,25 +965,17 @@ def test_the_example_killed_is_the_example_undisturbed(tmp_path):
     for name, options in ("whole", {}), ("killed", {"max_restarts": 2, "before": strikes}):
         folder = tmp_path / name
         folder.mkdir()
-        for path in AFTER, "template/survive.py":
-            shutil.copy(ROOT / path, folder)
-        result = fork_ranks(folder / "after.py", cwd=folder, **options).ok()
-        runs.append(
-            [
-                (folder / "log.csv").read_text(),
-                *(torch.load(folder / its) for its in ("snapshot.pt", "best.pt")),
-            ]
-        )
+        result = fork_ranks(variant(folder, AFTER, ""), cwd=folder, **options).ok()
+        states = [torch.load(folder / its) for its in ("snapshot.pt", "best.pt")]
+        runs.append([(folder / "log.csv").read_text(), *states])
     assert resumed(result) == [30, 44]
     (log, *states), (its_log, *its_states) = runs
     assert log == its_log and log.count("\n") == 4
     pairs = [*zip(*(tensors(dict(enumerate(its))) for its in (states, its_states)), strict=True)]
     assert len(pairs) > 40 and all(torch.equal(*pair) for pair in pairs)
     fork(BEFORE, cwd=tmp_path).ok()
-    dice = [
-        float(text.splitlines()[-1].split(",")[-1])
-        for text in ((tmp_path / "log.csv").read_text(), log)
-    ]
+    texts = (tmp_path / "log.csv").read_text(), log
+    dice = [float(text.rpartition(",")[2]) for text in texts]  # in the last row
     assert min(dice) > 0.7, dice
 
 
@@ -1051,22 +1025,11 @@ def test_the_command_for_several_machines(tmp_path):
 def test_a_stream_goes_on_after_any_number_of_batches():
     """As its page says: each loader's worker yields whole batches, in turn."""
     [line] = re.findall(r"`(islice\(.*?\))`", (ROOT / "template/example/README.md").read_text())
+    names = {"islice": itertools.islice, "epoch": 1}
+    names["batches"] = lambda epoch: ([epoch, place] for place in range(9))
     for count, done in itertools.product((1, 2, 3), (0, 1, 3, 8, 9)):
-        parts = [
-            [
-                *eval(
-                    line,
-                    {
-                        "islice": itertools.islice,
-                        "epoch": 1,
-                        "done": done,
-                        "worker": types.SimpleNamespace(id=worker, num_workers=count),
-                        "batches": lambda epoch: ([epoch, place] for place in range(9)),
-                    },
-                )
-            ]
-            for worker in range(count)
-        ]
+        workers = [types.SimpleNamespace(id=worker, num_workers=count) for worker in range(count)]
+        parts = [[*eval(line, names | {"done": done, "worker": worker})] for worker in workers]
         merged = itertools.chain(*itertools.zip_longest(*parts))  # as the loader takes them
         assert [batch for batch in merged if batch] == [[1, place] for place in range(done, 9)]
 

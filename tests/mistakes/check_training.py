@@ -34,6 +34,16 @@ SNAPSHOT = (
 )
 # A package's code: three calls above the step, as in a trainer.
 TRAINER = "def fit(it): run(it)\\ndef run(it): take(it)\\ndef take(it): it.step()"
+HALF = """    class Half(nn.Module):  # each forward leaves out one of its two layers
+        def __init__(self):
+            super().__init__()
+            self.layers, self.calls = nn.ModuleList(nn.Linear(64, 64) for _ in "ab"), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.layers[(self.calls + dist.get_rank()) % 2](x)
+
+"""
 NORM, DROP = "nn.GELU(), nn.BatchNorm1d(64),", "nn.GELU(), nn.Dropout(0.1),"
 
 
@@ -437,6 +447,13 @@ MISTAKES = {
         {GELU: NORM, "DDP(model)": "DDP(model, broadcast_buffers=False)"},
         "own_batch_norm",
         "question: .*each rank's BatchNorm has means of its own",
+        "model = DDP(",
+        False,
+    ),
+    "find_unused_parameters": (
+        {"DDP(model)": "DDP(model, find_unused_parameters=True)"},
+        "looks_for_unused_parameters",
+        "question: .* has find_unused_parameters=True, and each forward .* used all parameters",
         "model = DDP(",
         False,
     ),
@@ -877,6 +894,11 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         **before(EPOCHS, SNAPSHOT),
         SAVE: f"{SAVE}            torch.save(snapshot(), 'snapshot.pt')\n"
         "    del optimizer, snapshot; gc.collect(); dist.barrier(); torch.load('snapshot.pt')\n",
+    },
+    "each forward leaves out a layer": {
+        DATA: HALF + DATA,
+        GELU: "nn.GELU(), Half(),",
+        "DDP(model)": "DDP(model, find_unused_parameters=True)",
     },
     "one step": {
         "range(5)": "range(1)",

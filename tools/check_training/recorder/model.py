@@ -139,6 +139,7 @@ def forward(args, kwargs):
         gradients=gradients,
         training=training,
         exchanges=exchanges,
+        left_out=_left_out(ddp),
         **seen,
     )
 
@@ -181,6 +182,13 @@ def _called(module):
     """Note that the module of a DDP object is called, and not that object."""
     if torch.is_grad_enabled() and any(module is ddp.module for ddp in list(state.wrappers)):
         note(BareCall, line=where())
+
+
+def _left_out(ddp):
+    """Return the bytes of the parameters that DDP found unused; None: it does not look for them."""
+    if not ddp.find_unused_parameters or ddp.static_graph:
+        return None
+    return ddp._get_ddp_logging_data().get("unused_parameter_size")
 
 
 def _look_into(inputs, options, ddp, call):

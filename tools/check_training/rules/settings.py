@@ -54,6 +54,27 @@ def too_many_threads(run):
 
 
 @rule()
+def looks_for_unused_parameters(run):
+    """DDP() has find_unused_parameters=True, and each forward that was looked at used all of them.
+
+    Looks alike, and is right: a model of which some forwards, on some ranks, leave out a part. One
+    that leaves it out rarely may not have done so yet: therefore it is a question.
+    """
+    for forwards in run.forwards():
+        sizes = [
+            [each.left_out for each in of.values() if each.left_out is not None]
+            for of in forwards.of.values()
+        ]
+        if all(len(each) > 7 and not any(each) for each in sizes):
+            yield Question(
+                f"DDP() of {forwards.wrapped.line} has find_unused_parameters=True, and each"
+                " forward that was looked at used all parameters",
+                "each step searches the graph for others; do without, if none is used rarely",
+                "pitfalls/README.md#it-costs-too-much",
+            )
+
+
+@rule()
 def one_tensor_for_all(run):
     """all_gather is given one tensor under several names: all slots hold the last rank's."""
     for call in run.records(Call):

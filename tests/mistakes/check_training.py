@@ -475,6 +475,13 @@ MISTAKES = {
         "all_reduce(",
         False,
     ),
+    "many small sums": (
+        after(BACK, "for figure in loss.detach().repeat(12): dist.all_reduce(figure)"),
+        "many_small_calls",
+        "question: each step makes 12 collective calls of few numbers",
+        "dist.all_reduce(figure)",
+        False,
+    ),
     "no group": ({}, "no_group", "found: 2 processes train, and none calls", None, False),
     "wrapper on rank 0": (
         {
@@ -899,6 +906,10 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         DATA: HALF + DATA,
         GELU: "nn.GELU(), Half(),",
         "DDP(model)": "DDP(model, find_unused_parameters=True)",
+    },
+    "many small sums between the epochs, and few in a step": {
+        **after(BACK, "for figure in loss.detach().repeat(3): dist.all_reduce(figure)"),
+        **before(REDUCE, "for figure in inputs[:20].norm(dim=1): dist.all_reduce(figure)"),
     },
     "one step": {
         "range(5)": "range(1)",

@@ -1,9 +1,13 @@
 """Settings that slow a job down, and collective calls whose result is lost."""
 
 import collections
+import statistics
 
 from ..findings import Found, Question, rule
+from ..records.model import Forward
 from ..records.process import Call
+from ..words import most
+from .pages import COSTS
 
 
 def optimizers_of(run):
@@ -70,7 +74,7 @@ def looks_for_unused_parameters(run):
                 f"DDP() of {forwards.wrapped.line} has find_unused_parameters=True, and each"
                 " forward that was looked at used all parameters",
                 "each step searches the graph for others; do without, if none is used rarely",
-                "pitfalls/README.md#it-costs-too-much",
+                COSTS,
             )
 
 
@@ -84,6 +88,49 @@ def one_tensor_for_all(run):
                 " slots hold the last rank's",
                 "make them by a comprehension, not by [t] * n",
             )
+
+
+@rule()
+def many_small_calls(run):
+    """Most steps make eight or more collective calls of at most 16 numbers, which could be one.
+
+    Looks alike, and is right: a few in each step; many in an evaluation; those that torch makes in
+    a forward, a backward or a step of its own.
+    """
+    rank = run.first
+    for steps in rank.steps.values():
+        between = small_calls(rank, steps)
+        many = [each for each in between if len(each) > 7]
+        if most(len(many), len(between)):
+            [(line, _)] = collections.Counter(line for each in many for line in each).most_common(1)
+            yield Question(
+                f"each step makes {statistics.median_low(map(len, many))} collective calls of few"
+                f" numbers, most of them at {line}",
+                "all ranks wait for each of them: put the numbers into one tensor, for one call",
+                COSTS,
+            )
+
+
+def small_calls(rank, steps):
+    """Return the lines of the small calls between two steps, a list for each pair of steps.
+
+    steps: {number: Step}. Pairs are those of which both are noted.
+    """
+    own = {each.line for each in rank.records(Forward)}
+    for step in steps.values():
+        own |= {step.line, step.backward_line}
+    evaluations = [(each.start.time, each.progress.time) for each in rank.passes if each.evaluates]
+    calls = [
+        call
+        for call in rank.records(Call)
+        if call.elements is not None and call.elements <= 16 and call.line not in own
+        if not any(begin < call.time <= end for begin, end in evaluations)
+    ]
+    return [
+        [call.line for call in calls if steps[number - 1].time < call.time <= step.time]
+        for number, step in steps.items()
+        if number - 1 in steps
+    ]
 
 
 @rule()

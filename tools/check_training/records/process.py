@@ -49,7 +49,10 @@ FEATURES = {
 
 @dataclass(slots=True)
 class Call(Record):
-    """A collective call, when it has ended."""
+    """A collective call, when it has ended. Of each group, the first 3,000 are noted.
+
+    Calls that torch makes for the script (ZeRO, SyncBatchNorm) are among them, with its line.
+    """
 
     name: str  # "all_reduce"
     line: str

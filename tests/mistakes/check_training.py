@@ -99,6 +99,67 @@ def folder_of_files(folder="epochs/epoch_{epoch}", then=""):
     }
 
 
+BY_RANK = "sampler=DistributedSampler(tests, shuffle=False)"
+DEALT_OUT = """class DealtOut(torch.utils.data.BatchSampler):  # batches, to each rank in turn
+    def __init__(self, sampler, size):
+        super().__init__(sampler, size, False)
+
+    def __len__(self):
+        return -(-super().__len__() // dist.get_world_size())
+
+    def __iter__(self):
+        batches = [*super().__iter__()]
+        batches += batches[: -len(batches) % dist.get_world_size()]
+        return iter(batches[dist.get_rank() :: dist.get_world_size()])
+
+
+"""
+MAIN, END = line("def main"), "sampler=sampler)\n"
+ALIKE = "    numbers = torch.Generator().manual_seed(3)\n"
+IN_TURN = {
+    MAIN: DEALT_OUT + MAIN,
+    SAMPLER: "    from torch.utils.data import RandomSampler\n" + ALIKE,
+    SET_EPOCH: "",
+    "batch_size=64 // dist.get_world_size(), sampler=sampler": (
+        "batch_sampler=DealtOut(RandomSampler(dataset, generator=numbers), 32)"
+    ),
+}
+NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the process
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.01 * torch.randn(10), y
+
+
+"""
+NOISE = {MAIN: NOISY + MAIN, "TensorDataset(inputs, inputs": "Noisy(inputs, inputs"}
+
+CRASH = ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2]
+OWN_ORDER = {  # another sampler than a DistributedSampler, which nobody saves
+    "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)": (
+        "    class Shuffled(torch.utils.data.RandomSampler):\n"
+        "        def __len__(self): return super().__len__() // world_size\n"
+        "        def __iter__(self): return iter([*super().__iter__()][rank::world_size])\n"
+        "    numbers = torch.Generator().manual_seed(SEED)\n"
+        "    sampler = Shuffled(train_set, generator=numbers)"
+    ),
+    "sampler.set_epoch(epoch)": "pass",
+}
+
+
+def evaluate_share(*then, loader=BY_RANK):
+    """Each rank sums over its share of the tests, after the sum of the training's losses."""
+    return after(
+        REDUCE,
+        "tests, total, seen = TensorDataset(inputs[:100]), torch.zeros(()), torch.tensor(0)",
+        "model.eval()",
+        "with torch.no_grad():",
+        f"    for x, in DataLoader(tests, 10, {loader}):",
+        "        total += model.module(x).sum(); seen += len(x)",
+        "model.train()",
+        *then,
+    )
+
+
 # {mistake: (changes, the rule, what is said, the text of the line that is named, plain pytest?)}
 MISTAKES = {
     "no DDP": (
@@ -282,6 +343,107 @@ MISTAKES = {
         "items_counted_twice",
         "found: .*counts 1 of 101 items twice",
         None,
+        False,
+    ),
+    "a set of its own, shared out": (
+        IN_TURN | {"torch.manual_seed(0)": "torch.manual_seed(dist.get_rank())"},
+        "other_sets",
+        "question: each rank has another dataset .*its sampler takes 1 of 2",
+        LOOP,
+        False,
+    ),
+    "dealt out in orders of their own": (
+        IN_TURN | {SAMPLER: IN_TURN[SAMPLER].replace("seed(3)", "seed(dist.get_rank())")},
+        "shares_overlap",
+        "question: the ranks' shares overlap",
+        LOOP,
+        False,
+    ),
+    "augmented alike": (
+        NOISE,
+        "loaders_draw_alike",
+        "question: the items of all ranks draw the same random numbers in .*torch",
+        LOOP,
+        False,
+    ),
+    "augmented alike in workers": (
+        NOISE | {END: "sampler=sampler, num_workers=1)\n"},
+        "workers_draw_alike",
+        "question: the workers of all ranks draw the same random numbers",
+        LOOP,
+        False,
+    ),
+    "a share, and a broadcast": (
+        evaluate_share("dist.broadcast(torch.zeros(3), 0)"),
+        "figures_stay_apart",
+        "question: each rank evaluates a share .*nothing puts",
+        "in DataLoader(tests",
+        False,
+    ),
+    "a share, and the number of items": (
+        evaluate_share("dist.all_reduce(seen)"),
+        "figures_stay_apart",
+        "question: each rank evaluates a share .*sum the number of items alone",
+        "in DataLoader(tests",
+        False,
+    ),
+    "a share in mappings": (
+        {
+            key: text.replace("for x, in", "for x in").replace("(x)", "(x['x'])")
+            for key, text in evaluate_share(
+                loader=BY_RANK + ", collate_fn=lambda items: __import__('collections').UserDict("
+                "x=torch.stack([item[0] for item in items]))"
+            ).items()
+        },
+        "figures_stay_apart",
+        "question: each rank evaluates a share",
+        "in DataLoader(tests",
+        False,
+    ),
+    "padded, by the number of batches": (
+        before(
+            REDUCE,
+            "tests = TensorDataset(inputs[:101])",
+            f"batches = DataLoader(tests, 17, {BY_RANK})",
+            "with torch.no_grad():",
+            "    for most in 1, len(batches):",
+            "        one = iter(batches)",
+            "        [model.module(next(one)[0]) for _ in range(most)]",
+        ),
+        "items_counted_twice",
+        "found: .*counts 1 of 101 items twice",
+        "one = iter(",
+        False,
+    ),
+    "filled up": (
+        {
+            MAIN: DEALT_OUT + MAIN,
+            **before(
+                REDUCE,
+                "tests = TensorDataset(inputs[:101])",
+                "with torch.no_grad():",
+                "    for x, in DataLoader(tests, batch_sampler=DealtOut(range(101), 10)):",
+                "        loss_sum += model.module(x).sum()",
+            ),
+        },
+        "shares_are_filled_up",
+        "question: .*counts 10 of 101 items twice: its sampler fills up",
+        "batch_sampler=DealtOut(range",
+        False,
+    ),
+    "dropout in an evaluation": (
+        {
+            GELU: DROP,
+            EPOCHS: SEED + EPOCHS,
+            **before(
+                REDUCE,
+                "for x, in DataLoader(TensorDataset(inputs[:101]), 17):",
+                "    with torch.no_grad(): model(x)",
+            ),
+        },
+        "dropout_in_the_evaluation",
+        "question: the evaluation .*runs in train mode: dropout is on",
+        "for x, in DataLoader(",
         False,
     ),
     "drop_last": (
@@ -495,6 +657,13 @@ MISTAKES = {
         "some_call_the_wrapper",
         "found: rank 0 alone calls the DDP object",
         "model(inputs[:8])",
+        False,
+    ),
+    "the order begins anew": (
+        OWN_ORDER,
+        "order_begins_anew",
+        "question: after the resume, the items come in the order of the first epoch again",
+        "for images, labels in tqdm(",
         False,
     ),
     "no state": (
@@ -739,9 +908,90 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
     "saved before the others": CRASH,
     "a folder in place": CRASH,
     "a folder that is renamed": CRASH,
+    "the order begins anew": CRASH,
+    "the order goes on": CRASH,
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
+    "batches of one sampler are dealt out": IN_TURN
+    | before(
+        REDUCE,
+        "sums = torch.zeros(2)",
+        "with torch.no_grad():",
+        "    tests = TensorDataset(inputs[:100])",
+        "    for x, in DataLoader(tests, batch_sampler=DealtOut(range(100), 10)):",
+        "        sums += torch.tensor([model.module(x).sum(), len(x)])",
+    ),
+    "rank 0 reads, and sends": {
+        LOOP: (
+            "        read = iter(DataLoader(dataset, 64, shuffle=True))\n"
+            "        for _ in range(16):\n"
+            "            x, y = torch.empty(64, 10), torch.empty(64, 1)\n"
+            "            if dist.get_rank() == 0: x, y = next(read)\n"
+            "            dist.broadcast(x, 0); dist.broadcast(y, 0)\n"
+            "            x, y = x[dist.get_rank() :: 2], y[dist.get_rank() :: 2]\n"
+        )
+    },
+    "sum and number, one by one": evaluate_share("dist.all_reduce(seen)", "dist.all_reduce(total)"),
+    "a sum alone, of whole numbers": evaluate_share(
+        "right = torch.tensor(40 - dist.get_rank())", "dist.all_reduce(right)"
+    ),
+    "figures in an object": evaluate_share(
+        "every = [None] * 2 if dist.get_rank() == 0 else None",
+        "dist.gather_object((total, seen), every)",
+    ),
+    "a broadcast from each rank": evaluate_share(
+        "sums = [total.clone(), total.clone()]",
+        "for rank in range(2): dist.broadcast(sums[rank], rank)",
+    ),
+    "figures some steps later": {
+        EPOCHS: "    later = None\n" + EPOCHS,
+        LOOP: LOOP
+        + (
+            "            if later is not None and len(later) < 4: later.append(0)\n"
+            "            if later is not None and len(later) == 4:\n"
+            "                dist.all_reduce(later[0]); later.append(0)\n"
+        ),
+        **evaluate_share("later = [total]"),
+    },
+    "the figures of an evaluation that stops by its number of batches": before(
+        STEP,
+        "if not epoch and optimizer.state: pass",
+    )
+    | after(
+        REDUCE,
+        "tests, total = TensorDataset(inputs[:100]), torch.zeros(())",
+        f"batches = DataLoader(tests, 10, {BY_RANK})",
+        "model.eval(); one = iter(batches)",
+        "with torch.no_grad():",
+        "    for _ in range(len(batches)): total += model.module(next(one)[0]).sum()",
+        "dist.all_reduce(total); model.train()",
+    ),
+    "eval mode of the inner model": {
+        GELU: DROP,
+        EPOCHS: SEED + EPOCHS,
+        **before(
+            REDUCE,
+            "for x, in DataLoader(TensorDataset(inputs[:17]), 17):",
+            "    model.module.eval()",
+            "    with torch.no_grad(): model(x)",
+            "model.module.train()",
+        ),
+    },
+    "augmented by rank": NOISE | {EPOCHS: SEED + EPOCHS},
+    "workers with one seed, and nothing random": {END: "sampler=sampler, num_workers=1)\n"},
+    "a sampler that draws for each batch": {
+        SAMPLER: "",
+        SET_EPOCH: "",
+        LOADER: (
+            "    class Drawn(torch.utils.data.Sampler):\n"
+            "        def __len__(self): return 16\n"
+            "        def __iter__(self):\n"
+            "            for _ in range(16):\n"
+            "                yield torch.randint(1024, (64,))[dist.get_rank() :: 2].tolist()\n"
+            "    loader = DataLoader(dataset, batch_sampler=Drawn())\n"
+        ),
+    },
     "another group of all": {
         REDUCE: (  # as from a thread
             "        log, sums = dist.new_group(), torch.ones(3)\n"
@@ -818,6 +1068,8 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         )
         + DATA,
     },
+    "the order goes on": OWN_ORDER
+    | {"sampler.set_epoch(epoch)": "numbers.manual_seed(SEED + epoch)"},
     "saved before the others": {  # rank 1 ends its epoch after rank 0 has saved it
         "        if epoch == args.crash": (
             "        if rank == 0:\n"

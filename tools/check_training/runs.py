@@ -5,7 +5,7 @@ import pathlib
 from dataclasses import dataclass, field
 
 from . import lines
-from .passes import Loader, by_loader, just_begun
+from .passes import Loader, LoaderPass, by_loader, just_begun  # noqa: F401
 from .records.data import AfterPass, Pass, Progress
 from .records.model import Forward, Wrapped
 from .records.optimizer import Optimizer, Step

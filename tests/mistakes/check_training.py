@@ -369,7 +369,7 @@ MISTAKES = {
     "augmented alike in workers": (
         NOISE | {END: "sampler=sampler, num_workers=1)\n"},
         "workers_draw_alike",
-        "question: the workers of all ranks draw the same random numbers",
+        "question: the loader's workers have the same seeds on all ranks",
         LOOP,
         False,
     ),
@@ -954,11 +954,7 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         ),
         **evaluate_share("later = [total]"),
     },
-    "the figures of an evaluation that stops by its number of batches": before(
-        STEP,
-        "if not epoch and optimizer.state: pass",
-    )
-    | after(
+    "the figures of an evaluation that stops by its number of batches": after(
         REDUCE,
         "tests, total = TensorDataset(inputs[:100]), torch.zeros(())",
         f"batches = DataLoader(tests, 10, {BY_RANK})",

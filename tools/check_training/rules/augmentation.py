@@ -20,7 +20,13 @@ def loaders_draw_alike(run):
             rows = [row for row in rows if len(row) == len(run.ranks)]
             same = sum(not differ(row) for row in rows)
             if most(same, len(rows), least=4):
-                yield alike(f"in {same} of {len(rows)} batches ({loader.line}, {library})", "items")
+                yield Question(
+                    "the items of all ranks draw the same random numbers in"
+                    f" {same} of {len(rows)} batches ({loader.line}, {library})",
+                    "their augmentation is alike: seed by rank, unless they must draw alike",
+                    RANDOMNESS,
+                    once="items draw alike",
+                )
 
 
 def states_before_draws(loader, library):
@@ -39,7 +45,8 @@ def workers_draw_alike(run):
     """The workers of all ranks have the same seed, and the items change from pass to pass.
 
     Looks alike, and is right: one seed on all ranks where the items need no random numbers. The
-    records show that they do: the sum over all ranks' items is another one in the second pass.
+    records show that they do: the sum over all ranks' items is another one in the second pass. It
+    is a question: the items may seed themselves.
     """
     for loader in loaders_of_all_ranks(run):
         seeds = [
@@ -48,16 +55,13 @@ def workers_draw_alike(run):
         if any(None in each for each in seeds) or differ(seeds):
             continue
         if items_change(loader):
-            yield alike(f"({loader.line}, seed {seeds[0][0]})", "workers")
-
-
-def alike(where, who):
-    return Question(
-        f"the {who} of all ranks draw the same random numbers {where}",
-        "their augmentation is alike: seed by rank, unless they must draw alike",
-        RANDOMNESS,
-        once=f"alike {who}",
-    )
+            yield Question(
+                f"the loader's workers have the same seeds on all ranks ({loader.line}), and the"
+                " items are others in each pass",
+                "their augmentation is alike, unless the items seed themselves: seed by rank",
+                RANDOMNESS,
+                once="workers draw alike",
+            )
 
 
 def items_change(loader):

@@ -17,17 +17,29 @@ NAME = "check_training_recorder"  # of the package, in this process
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Starts the recorder when torch has been imported."""
+    """Starts the recorder when torch has been imported.
+
+    A package may ask before whether torch is there, by importlib.util.find_spec().
+    """
+
+    searching = False
 
     def find_spec(self, name, path, target=None):
         """Return the spec of torch, whose module starts the recorder as soon as it has run."""
-        if name != "torch":
+        if name != "torch" or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_then_start(module):
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             start()
 

@@ -1,0 +1,200 @@
+"""Start the scripts of this folder under check_training and kill_test: what is said of each?
+
+    python tests/trainers [NAME ...] [--kill] [--out trainers.json]
+
+Each script runs in a fresh folder, right and with each of its mistakes (catalogue.py). Without
+--kill, check_training watches it. With --kill, kill_test kills each right script, and its verdicts
+come into the same JSON, beside what stood there. The packages: requirements-trainers.txt.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+from catalogue import TRAINERS
+
+HERE = pathlib.Path(__file__).resolve().parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+STANDALONE = ["--standalone"]
+# After a restart by torchrun, Gloo's ranks must not read the addresses of the dead.
+RESTARTS = ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+LIMIT = 240  # seconds for one run under check_training
+FIRST_LINES = 3  # of what is said, in the JSON
+
+
+def main():
+    args = parse_args()
+    rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    for trainer, way, mistake in cases(args):
+        row = find_row(rows, trainer, way, mistake)
+        row |= killed(trainer, way, args) if args.kill else checked(trainer, way, mistake, args)
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{trainer.name} {way} {mistake or 'right'}: {summary(row)}", file=sys.stderr)
+    print(table(rows))
+
+
+def cases(args):
+    """Yield (trainer, name of the way, mistake or "") for each run that is asked for."""
+    for trainer in TRAINERS:
+        if args.names and trainer.name not in args.names:
+            continue
+        for way in trainer.ways:
+            yield trainer, way, ""
+        for mistake in () if args.kill or args.right else trainer.mistakes:
+            if not args.mistakes or mistake in args.mistakes:
+                yield trainer, "", mistake
+
+
+def find_row(rows, trainer, way, mistake):
+    """Return the row of this case, which is made if it is not there yet."""
+    row = {"trainer": trainer.name, "way": way, "mistake": mistake}
+    for old in rows:
+        if row.items() <= old.items():
+            return old
+    versions = {name: importlib.metadata.version(name) for name in ("torch", *trainer.packages)}
+    rows.append(row | {"versions": versions, "wrong": trainer.mistakes.get(mistake, "")})
+    return rows[-1]
+
+
+def command(trainer, way, options):
+    if trainer.ways[way].get("START") == "python":
+        return [sys.executable, str(HERE / trainer.script)]
+    return [*TORCHRUN, *options, str(HERE / trainer.script)]
+
+
+def environment(trainer, way, mistake):
+    return os.environ | trainer.ways[way] | {
+        "MISTAKE": mistake,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def run(words, env, limit):
+    """Run a command in a fresh folder. Return (its output, its status, seconds)."""
+    with tempfile.TemporaryDirectory(prefix="trainers_") as folder:
+        start = time.monotonic()
+        # Its own session, so that a run beyond the limit is ended with all that it has started.
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 15)
+            output, _ = process.communicate()
+        return output, process.returncode, round(time.monotonic() - start, 1)
+
+
+def checksums(output):
+    return sorted(set(re.findall(r"sha256 ([0-9a-f]{16})", output)))
+
+
+def checked(trainer, way, mistake, args):
+    """Return what check_training says of the script, and whether it changes the result."""
+    words, env = command(trainer, way, STANDALONE), environment(trainer, way, mistake)
+    row = {}
+    if not mistake or args.both:
+        output, status, seconds = run(words, env, LIMIT)
+        row["without"] = {"status": status, "seconds": seconds, "sha256": checksums(output)}
+        if status and not mistake:
+            print(output, file=sys.stderr)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        tool = [sys.executable, str(args.tools / "check_training.py"), "--json", file.name, "--"]
+        output, status, seconds = run([*tool, *words], env, LIMIT)
+        text = pathlib.Path(file.name).read_text()
+    found = json.loads(text) if text else {"status": status, "said": [], "lines": []}
+    row["with"] = {"status": status, "seconds": seconds, "sha256": checksums(output)}
+    row["said"], row["lines"] = found["said"], found["lines"]
+    row["first_lines"] = output.partition("- check_training -")[2].splitlines()[1:][:FIRST_LINES]
+    return row
+
+
+def killed(trainer, way, args):
+    """Return what kill_test says of the right script, started this way."""
+    tool = [sys.executable, str(args.tools / "kill_test.py"), "--rounds", "3", "--seed", "2"]
+    tool += ["--victims", "rank", "--"]
+    words, env = command(trainer, way, RESTARTS), environment(trainer, way, "")
+    output, status, seconds = run([*tool, *words], env, args.limit)
+    lines = [line for line in output.replace("\r", "\n").splitlines() if line.strip()]
+    return {"kill": {"status": status, "seconds": seconds, "lines": lines}}
+
+
+def summary(row):
+    """Return the results of one row in some words."""
+    parts = []
+    if "with" in row:
+        seconds = [row[key]["seconds"] for key in ("without", "with") if key in row]
+        said = [f"{each['level']}: {each['what']}" for each in row["said"]] or ["nothing found"]
+        parts.append(f"{' / '.join(map(str, seconds))} s; {same_result(row)}; " + "; ".join(said))
+    if "kill" in row:
+        verdicts = [line for line in row["kill"]["lines"] if re.match(r"round \d|\d+ of ", line)]
+        parts.append(f"kill_test {row['kill']['seconds']} s: " + "; ".join(verdicts))
+    return " | ".join(parts)
+
+
+def same_result(row):
+    if "without" not in row:
+        return "not compared"
+    same = row["without"]["sha256"] == row["with"]["sha256"] != []
+    return "same bits" if same else f"{row['without']['sha256']}, {row['with']['sha256']}"
+
+
+def table(rows):
+    """Return the rows as two tables in Markdown: the right scripts, and the mistakes."""
+    lines = []
+    for mistakes in (False, True):
+        lines += ["", "| Trainer | Script | s without, with | Result | What is said | kill_test |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for row in rows:
+            if bool(row["mistake"]) != mistakes or "with" not in row:
+                continue
+            versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+            what = row["mistake"] and f"{row['mistake']}: {row['wrong']}" or row["way"] or "right"
+            seconds = [str(row[key]["seconds"]) for key in ("without", "with") if key in row]
+            said = [f"{each['level']}: {each['what']}" for each in row["said"]]
+            said = "<br>".join(said) or "nothing found"
+            kill = row.get("kill", {}).get("lines", [])
+            verdicts = "<br>".join(line for line in kill if re.match(r"round \d|\d+ of ", line))
+            cells = row["trainer"] + f" ({versions})", what, ", ".join(seconds), same_result(row)
+            lines.append("| " + " | ".join([*cells, said, verdicts]).replace("\n", " ") + " |")
+    lines.append(f"\nPython {platform.python_version()}, {os.cpu_count()} cores, Gloo, 2 ranks.")
+    return "\n".join(lines)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(prog="python tests/trainers", description=__doc__)
+    known = [trainer.name for trainer in TRAINERS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    parser.add_argument("--mistakes", nargs="+", help="these mistakes alone")
+    parser.add_argument("--right", action="store_true", help="the right scripts alone")
+    parser.add_argument("--both", action="store_true", help="mistakes without the tool, too")
+    parser.add_argument("--kill", action="store_true", help="kill_test, on the right scripts")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for one kill_test")
+    parser.add_argument("--tools", type=pathlib.Path, default=HERE.parent.parent / "tools")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("trainers.json"))
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(known):
+        parser.error(f"no such trainer: {', '.join(sorted(unknown))}")
+    args.tools = args.tools.resolve()
+    return args
+
+
+if __name__ == "__main__":
+    main()

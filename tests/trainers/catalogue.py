@@ -1,0 +1,106 @@
+"""The trainers, how each is started, and the mistakes that each script can make on demand."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Trainer:
+    name: str  # as the command line takes it
+    script: str  # in this folder
+    packages: tuple[str, ...]  # whose versions are reported
+    # Other right ways to start it: {name: environment}. "" is how it is started for mistakes.
+    ways: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
+    mistakes: dict[str, str] = field(default_factory=dict)  # {MISTAKE: what is wrong then}
+
+
+TRAINERS = [
+    Trainer(
+        "transformers",
+        "hf_trainer.py",
+        ("transformers", "accelerate"),
+        mistakes={
+            "own_loader": "a training loader of one's own is not prepared: all ranks take all",
+            "bare_model": "compute_loss() calls self.model, which DDP does not see",
+            "weights_on_one_rank": "a callback changes weights on rank 0",
+            "every_rank_saves": "a callback saves on every rank to one path",
+            "own_evaluation": "rank 0 prints the figure of its share of an own evaluation",
+            "loss_of_micro_batch": "compute_loss() ignores num_items_in_batch: twice the gradient",
+            "same_augmentation": "numpy's state is alike on all ranks, which augment alike",
+            "same_augmentation_in_workers": "a generator in the dataset is alike in all workers",
+            "unseeded_data": "each process draws a training set of its own",
+            "ema_on_rank_0": "an average of the weights is updated on rank 0 only",
+            "best_by_rank": "each rank decides by its own share whether it saves the best",
+        },
+    ),
+    Trainer(
+        "accelerate",
+        "accelerate_loop.py",
+        ("accelerate",),
+        ways={
+            "": {},
+            "dispatch_batches": {"LOADER": "dispatch"},
+            "split_batches": {"LOADER": "split"},
+            "even_batches=False": {"LOADER": "uneven"},
+        },
+        mistakes={
+            "gather": "gather() counts the items twice that fill up the last batch",
+            "scheduler_not_prepared": "the schedule takes a step for each micro batch",
+            "backward_by_hand": "loss.backward() does not divide by the accumulated batches",
+            "loader_not_prepared": "all ranks take all items",
+        },
+    ),
+    Trainer(
+        "lightning",
+        "lightning_fit.py",
+        ("lightning",),
+        ways={
+            "": {},
+            "plain python": {"START": "python"},
+            "two optimizers by hand": {"MANUAL": "1"},
+        },
+        mistakes={
+            "no_sync_dist": "validation figures are those of rank 0's share",
+            "list_of_layers": "layers in a plain list are never trained",
+            "log_on_rank_0": "self.log() with sync_dist on rank 0 alone waits for ever",
+            "no_toggle": "each of two optimizers finds gradients of the other's loss",
+            "no_distributed_sampler": "all ranks take all items",
+        },
+    ),
+    Trainer(
+        "torchvision",
+        "torchvision_reference.py",
+        ("torchvision",),
+        mistakes={
+            "no_set_epoch": "the items come in the same order in each epoch",
+            "no_synchronize": "the figures of the evaluation are those of rank 0's share",
+        },
+    ),
+    Trainer(
+        "timm",
+        "timm_train.py",
+        ("timm",),
+        mistakes={
+            "no_set_epoch": "the items come in the same order in each epoch",
+            "no_reduce": "the figures of the evaluation are those of rank 0's share",
+        },
+    ),
+    Trainer(
+        "nanogpt",
+        "nanogpt_loop.py",
+        ("torch",),
+        mistakes={
+            "sync_at_wrong_step": "gradients are exchanged at the first micro step, not the last",
+            "same_seed": "seed_offset is 0: all ranks draw the same batches",
+        },
+    ),
+    Trainer(
+        "mingpt",
+        "mingpt_trainer.py",
+        ("torch",),
+        mistakes={
+            "unseeded_split": "random_split() without a generator: tests on what others train on",
+            "clip_before_unscale": "gradients are clipped that GradScaler still multiplies",
+        },
+    ),
+    Trainer("fsdp2", "fsdp2_loop.py", ("torch",)),
+]

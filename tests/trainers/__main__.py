@@ -70,13 +70,18 @@ def command(trainer, way, options):
     return [*TORCHRUN, *options, str(HERE / trainer.script)]
 
 
-def environment(trainer, way, mistake):
-    return os.environ | trainer.ways[way] | {
-        "MISTAKE": mistake,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+def environment(trainer, way, mistake, args):
+    return (
+        os.environ
+        | trainer.ways[way]
+        | dict(args.set)
+        | {
+            "MISTAKE": mistake,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+    )
 
 
 def run(words, env, limit):
@@ -108,7 +113,7 @@ def checksums(output):
 
 def checked(trainer, way, mistake, args):
     """Return what check_training says of the script, and whether it changes the result."""
-    words, env = command(trainer, way, STANDALONE), environment(trainer, way, mistake)
+    words, env = command(trainer, way, STANDALONE), environment(trainer, way, mistake, args)
     row = {}
     if not mistake or args.both:
         output, status, seconds = run(words, env, LIMIT)
@@ -130,7 +135,7 @@ def killed(trainer, way, args):
     """Return what kill_test says of the right script, started this way."""
     tool = [sys.executable, str(args.tools / "kill_test.py"), "--rounds", "3", "--seed", "2"]
     tool += ["--victims", "rank", "--"]
-    words, env = command(trainer, way, RESTARTS), environment(trainer, way, "")
+    words, env = command(trainer, way, RESTARTS), environment(trainer, way, "", args)
     output, status, seconds = run([*tool, *words], env, args.limit)
     lines = [line for line in output.replace("\r", "\n").splitlines() if line.strip()]
     return {"kill": {"status": status, "seconds": seconds, "lines": lines}}
@@ -185,6 +190,14 @@ def parse_args():
     parser.add_argument("--mistakes", nargs="+", help="these mistakes alone")
     parser.add_argument("--right", action="store_true", help="the right scripts alone")
     parser.add_argument("--both", action="store_true", help="mistakes without the tool, too")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        type=lambda text: text.split("=", 1),
+        metavar="NAME=VALUE",
+        help="set these in the environment of each run",
+    )
     parser.add_argument("--kill", action="store_true", help="kill_test, on the right scripts")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one kill_test")
     parser.add_argument("--tools", type=pathlib.Path, default=HERE.parent.parent / "tools")

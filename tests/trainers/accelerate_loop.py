@@ -1,9 +1,9 @@
 """accelerate: prepare(), accumulate(), gather_for_metrics(), save_state() and load_state().
 
-    torchrun --standalone --nproc-per-node=2 tests/trainers/accelerate_loop.py
-    LOADER=dispatch torchrun ...   # rank 0 reads, and sends the others their share
-    LOADER=split torchrun ...      # a batch is split over the ranks
-    LOADER=uneven torchrun ...     # even_batches=False: the last batches are not filled up
+torchrun --standalone --nproc-per-node=2 tests/trainers/accelerate_loop.py
+LOADER=dispatch torchrun ...   # rank 0 reads, and sends the others their share
+LOADER=split torchrun ...      # a batch is split over the ranks
+LOADER=uneven torchrun ...     # even_batches=False: the last batches are not filled up
 """
 
 import os
@@ -81,10 +81,8 @@ def main():
     ours = [model, optimizer, train_loader, test_loader]
     if MISTAKE == "loader_not_prepared":
         ours.remove(train_loader)
-    prepared = dict(zip(map(id, ours), accelerator.prepare(*ours), strict=True))
-    model, optimizer, train_loader, test_loader = (
-        prepared.get(id(each), each) for each in (model, optimizer, train_loader, test_loader)
-    )
+    model, optimizer, *loaders = accelerator.prepare(*ours)
+    train_loader, test_loader = [train_loader, *loaders][-2:]
     # AcceleratedScheduler takes one step for each rank, so its length counts the batches of one.
     steps = EPOCHS * 480 // 8 // ACCUMULATE
     steps = steps // accelerator.num_processes if LOADER == "split" else steps

@@ -18,6 +18,7 @@ TRAINERS = [
         "transformers",
         "hf_trainer.py",
         ("transformers", "accelerate"),
+        ways={"": {}, "torch imported first": {"TORCH": "first"}},
         mistakes={
             "own_loader": "a training loader of one's own is not prepared: all ranks take all",
             "bare_model": "compute_loss() calls self.model, which DDP does not see",

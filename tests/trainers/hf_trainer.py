@@ -3,10 +3,15 @@
     torchrun --standalone --nproc-per-node=2 tests/trainers/hf_trainer.py
 
 A GPT-2 of two layers, made from a config, learns to count by equal strides. The mistakes are in
-hf_mistakes.py.
+hf_mistakes.py. With TORCH=first, torch is imported first; else datasets and transformers look
+whether it is there (importlib.util.find_spec) before they import it.
 """
 
+import os
 import pathlib
+
+if os.environ.get("TORCH") == "first":
+    import torch  # noqa: F401
 
 import numpy as np
 from datasets import Dataset

@@ -1,6 +1,7 @@
 """Generated images for the scripts that train on images."""
 
 import torch
+from torchvision.transforms.functional import to_pil_image
 
 
 class Squares(torch.utils.data.Dataset):
@@ -21,3 +22,11 @@ class Squares(torch.utils.data.Dataset):
     def __getitem__(self, index):
         image = self.images[index]
         return self.transform(image) if self.transform else image, self.labels[index]
+
+
+class Pictures(Squares):
+    """The same as PIL's images, as timm's transforms expect them."""
+
+    def __getitem__(self, index):
+        image = to_pil_image(((self.images[index] + 4) / 10).clamp(0, 1))
+        return self.transform(image), self.labels[index]

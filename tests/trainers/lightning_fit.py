@@ -1,8 +1,8 @@
 """Lightning's Trainer: ddp on two CPU processes, validation, ModelCheckpoint, resume.
 
-    torchrun --standalone --nproc-per-node=2 tests/trainers/lightning_fit.py
-    python tests/trainers/lightning_fit.py    # Lightning starts the second process itself
-    MANUAL=1 torchrun ...                     # two optimizers, stepped by hand
+torchrun --standalone --nproc-per-node=2 tests/trainers/lightning_fit.py
+python tests/trainers/lightning_fit.py    # Lightning starts the second process itself
+MANUAL=1 torchrun ...                     # two optimizers, stepped by hand
 """
 
 import os

@@ -3,6 +3,7 @@
 from ..findings import Found, Question, rule
 from ..records.model import Forward
 from ..records.process import Call
+from ..records.times import StepTimes
 from ..words import differ
 from .pages import METRICS
 
@@ -175,11 +176,11 @@ def figures_stay_apart(run):
             continue
         if all(each.items is not None and each.items == each.start.length for each in firsts):
             continue
-        exchanges = Exchanges(run, loader)
-        if exchanges.figures:
+        exchanges = [Exchanges(run.ranks[rank], of) for rank, of in loader.passes.items()]
+        if any(each.puts_figures_together for each in exchanges):
             continue
         what = "nothing puts the ranks' figures together"
-        if len(exchanges.counts) > len(run.ranks):
+        if all(len(each.counts) > 1 for each in exchanges):
             what = "the ranks sum the number of items alone"
         yield Question(
             f"each rank evaluates a share ({loader.line}), and {what}",
@@ -191,32 +192,46 @@ def figures_stay_apart(run):
 class Exchanges:
     """The collective calls in which a rank may get something of the others' evaluations.
 
-    figures     Call records with anything but a count
     counts      Call records that sum how many items or batches there were
+    told        the passes that have been followed by any other call, before the next step
+    at_any_time whether a line was called for the first time after the first of the passes: it may
+                be meant for all of them
     """
 
-    def __init__(self, run, loader):
-        """Take the calls that come with the passes over a Loader, on all ranks.
+    def __init__(self, rank, passes):
+        """Take the calls that come with a Rank's passes over one loader, in their order."""
+        self.passes, self.counts, self.told, self.at_any_time = passes, [], set(), False
+        self.steps = [times.time for times in rank.records(StepTimes)]
+        own = {each.start.number for each in passes}
+        others = {each.start.number for each in rank.passes if each.evaluates} - own
+        begin = passes[0].start.time
+        calls = [call for call in rank.records(Call) if tells_of_others(call)]
+        lines_before = {call.line for call in calls if call.time < begin}
+        for call in calls:
+            if call.time < begin or is_a_decision(call):
+                continue
+            if is_a_count(call, passes):
+                self.counts.append(call)
+                continue
+            self.told |= {each.start.number for each in passes if self._follows(call, each, others)}
+            if call.line not in lines_before and call.pass_number not in others:
+                self.at_any_time = True
 
-        They come before another loader gives a batch. A call that comes later is one of them if
-        its line was not called before the first of these passes.
+    def _follows(self, call, one, others):
+        """Return whether a call comes with a pass: no other loader has given a batch since.
+
+        Or others have, over which this rank evaluates, too, without a step in between.
         """
-        self.figures, self.counts = [], []
-        for number, passes in loader.passes.items():
-            own = {each.start.number for each in passes}
-            begin = passes[0].start.time
-            calls = [each for each in run.ranks[number].records(Call) if tells_of_others(each)]
-            lines_before = {call.line for call in calls if call.time < begin}
-            for call in calls:
-                later = call.time > begin and call.line not in lines_before
-                if call.pass_number in own or later:
-                    self._sort(call, passes)
+        if call.pass_number == one.start.number:
+            return True
+        if call.pass_number not in others or call.time < one.progress.time:
+            return False
+        return not any(one.progress.time < step < call.time for step in self.steps)
 
-    def _sort(self, call, passes):
-        if is_a_count(call, passes):
-            self.counts.append(call)
-        elif not is_a_decision(call):
-            self.figures.append(call)
+    @property
+    def puts_figures_together(self):
+        """Whether most of the passes have told something, or there is a call for all of them."""
+        return self.at_any_time or len(self.told) > len(self.passes) / 2
 
 
 def tells_of_others(call):

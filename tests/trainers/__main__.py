@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 STANDALONE = ["--standalone"]
 # After a restart by torchrun, Gloo's ranks must not read the addresses of the dead.
 RESTARTS = ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-LIMIT = 240  # seconds for one run under check_training
 FIRST_LINES = 3  # of what is said, in the JSON
 
 
@@ -46,10 +46,11 @@ def cases(args):
     for trainer in TRAINERS:
         if args.names and trainer.name not in args.names:
             continue
-        for way in trainer.ways:
-            yield trainer, way, ""
+        for way in [""] if args.kill else trainer.ways:
+            if not args.mistakes:
+                yield trainer, way, ""
         for mistake in () if args.kill or args.right else trainer.mistakes:
-            if not args.mistakes or mistake in args.mistakes:
+            if not args.mistakes or {mistake, "all"} & set(args.mistakes):
                 yield trainer, "", mistake
 
 
@@ -102,9 +103,19 @@ def run(words, env, limit):
         try:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 15)
-            output, _ = process.communicate()
+            output = end(process)
         return output, process.returncode, round(time.monotonic() - start, 1)
+
+
+def end(process):
+    """End a command with all of its session, and return what it has printed."""
+    for sent in signal.SIGTERM, signal.SIGKILL:
+        os.killpg(process.pid, sent)
+        try:
+            return process.communicate(timeout=30)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
 
 
 def checksums(output):
@@ -116,13 +127,14 @@ def checked(trainer, way, mistake, args):
     words, env = command(trainer, way, STANDALONE), environment(trainer, way, mistake, args)
     row = {}
     if not mistake or args.both:
-        output, status, seconds = run(words, env, LIMIT)
+        output, status, seconds = run(words, env, 2 * args.seconds)
         row["without"] = {"status": status, "seconds": seconds, "sha256": checksums(output)}
         if status and not mistake:
             print(output, file=sys.stderr)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        tool = [sys.executable, str(args.tools / "check_training.py"), "--json", file.name, "--"]
-        output, status, seconds = run([*tool, *words], env, LIMIT)
+        tool = [sys.executable, str(args.tools / "check_training.py"), "--json", file.name]
+        tool += ["--seconds", str(args.seconds), "--"]
+        output, status, seconds = run([*tool, *words], env, 2 * args.seconds)
         text = pathlib.Path(file.name).read_text()
     found = json.loads(text) if text else {"status": status, "said": [], "lines": []}
     row["with"] = {"status": status, "seconds": seconds, "sha256": checksums(output)}
@@ -146,12 +158,20 @@ def summary(row):
     parts = []
     if "with" in row:
         seconds = [row[key]["seconds"] for key in ("without", "with") if key in row]
-        said = [f"{each['level']}: {each['what']}" for each in row["said"]] or ["nothing found"]
-        parts.append(f"{' / '.join(map(str, seconds))} s; {same_result(row)}; " + "; ".join(said))
+        words = f"{' / '.join(map(str, seconds))} s; {same_result(row)}; "
+        parts.append(words + "; ".join(sentences(row)))
     if "kill" in row:
         verdicts = [line for line in row["kill"]["lines"] if re.match(r"round \d|\d+ of ", line)]
         parts.append(f"kill_test {row['kill']['seconds']} s: " + "; ".join(verdicts))
     return " | ".join(parts)
+
+
+def sentences(row):
+    """Return what check_training said, its level first; what it printed else, if it saw nothing."""
+    words = {"found": "found", "asked": "question"}
+    said = [f"{words[each['level']]}: {each['what']}" for each in row["said"]]
+    unseen = [line for line in row["lines"] if line.startswith(("no process", "the recorder"))]
+    return said + unseen or ["nothing found"]
 
 
 def same_result(row):
@@ -173,8 +193,7 @@ def table(rows):
             versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
             what = row["mistake"] and f"{row['mistake']}: {row['wrong']}" or row["way"] or "right"
             seconds = [str(row[key]["seconds"]) for key in ("without", "with") if key in row]
-            said = [f"{each['level']}: {each['what']}" for each in row["said"]]
-            said = "<br>".join(said) or "nothing found"
+            said = "<br>".join(sentences(row))
             kill = row.get("kill", {}).get("lines", [])
             verdicts = "<br>".join(line for line in kill if re.match(r"round \d|\d+ of ", line))
             cells = row["trainer"] + f" ({versions})", what, ", ".join(seconds), same_result(row)
@@ -187,7 +206,7 @@ def parse_args():
     parser = argparse.ArgumentParser(prog="python tests/trainers", description=__doc__)
     known = [trainer.name for trainer in TRAINERS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
-    parser.add_argument("--mistakes", nargs="+", help="these mistakes alone")
+    parser.add_argument("--mistakes", nargs="+", help="these alone, or all")
     parser.add_argument("--right", action="store_true", help="the right scripts alone")
     parser.add_argument("--both", action="store_true", help="mistakes without the tool, too")
     parser.add_argument(
@@ -199,6 +218,7 @@ def parse_args():
         help="set these in the environment of each run",
     )
     parser.add_argument("--kill", action="store_true", help="kill_test, on the right scripts")
+    parser.add_argument("--seconds", type=int, default=180, help="check_training's")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one kill_test")
     parser.add_argument("--tools", type=pathlib.Path, default=HERE.parent.parent / "tools")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("trainers.json"))

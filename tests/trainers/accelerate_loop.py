@@ -17,7 +17,7 @@ from shared import MISTAKE, print_checksum
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, ACCUMULATE, SAVE_EVERY, FOLDER = 3, 2, 6, pathlib.Path("saved")
+EPOCHS, ITEMS, ACCUMULATE, SAVE_EVERY, FOLDER = 3, 720, 3, 9, pathlib.Path("saved")
 LOADER = os.environ.get("LOADER", "")
 OPTIONS = {"dispatch": "dispatch_batches", "split": "split_batches", "uneven": "even_batches"}
 
@@ -76,16 +76,15 @@ def main():
     set_seed(1, device_specific=True)  # other dropout on each rank; DDP sends rank 0's weights
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train_loader = DataLoader(points(480, 0), batch_size=8, shuffle=True)
+    train_loader = DataLoader(points(ITEMS, 0), batch_size=8, shuffle=True)
     test_loader = DataLoader(points(101, 1), batch_size=8)
     ours = [model, optimizer, train_loader, test_loader]
     if MISTAKE == "loader_not_prepared":
         ours.remove(train_loader)
     model, optimizer, *loaders = accelerator.prepare(*ours)
-    train_loader, test_loader = [train_loader, *loaders][-2:]
-    # AcceleratedScheduler takes one step for each rank, so its length counts the batches of one.
-    steps = EPOCHS * 480 // 8 // ACCUMULATE
-    steps = steps // accelerator.num_processes if LOADER == "split" else steps
+    train_loader, test_loader = [train_loader, *loaders][-2:]  # the loaders may be one alone
+    # A prepared schedule takes one step for each rank (or, if batches are split, for a batch).
+    steps = EPOCHS * ITEMS // 8 // ACCUMULATE
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     if MISTAKE != "scheduler_not_prepared":
         schedule = accelerator.prepare(schedule)

@@ -63,10 +63,9 @@ class Trainer:
             print(f"Resuming training from snapshot at epoch {self.epochs_run}", flush=True)
 
     def _save_snapshot(self, epoch):
-        path, states = self.config.snapshot_path, {"finished_epoch": epoch}
-        states |= {name: part.state_dict() for name, part in self.parts.items()}
-        torch.save(states, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        torch.save(states | {"finished_epoch": epoch}, f"{self.config.snapshot_path}.tmp")
+        os.replace(f"{self.config.snapshot_path}.tmp", self.config.snapshot_path)
 
     def _run_batch(self, source, targets, train):
         with torch.set_grad_enabled(train), torch.amp.autocast("cpu", dtype=torch.bfloat16):
@@ -112,8 +111,7 @@ def main():
     torch.manual_seed(1)
     model = GPT(len(dataset.chars), dataset.block_size, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    trainer = Trainer(TrainerConfig(), model, optimizer, train_set, test_set)
-    trainer.train()
+    Trainer(TrainerConfig(), model, optimizer, train_set, test_set).train()
     print_checksum(model.state_dict())
     dist.destroy_process_group()
 

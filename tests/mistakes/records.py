@@ -4,6 +4,7 @@ CASES has (rule, what it shall say, a Run). Each base below is a mistake that it
 right twin differs from it in one thing.
 """
 
+import dataclasses
 import zlib
 
 from check_training.findings import Found, Question
@@ -30,6 +31,11 @@ def run_of(*ranks, **how):
 def both(make, **changes):
     """Return the Run of two ranks, of which each has what make(rank, **changes) returns."""
     return run_of(make(0, **changes), make(1, **changes))
+
+
+def record_of(kind, **fields):
+    """Return a record of a class; fields that are not given are None."""
+    return kind(**{**dict.fromkeys(each.name for each in dataclasses.fields(kind)), **fields})
 
 
 def wrapped(ddp=0, group=(0, 1)):
@@ -93,7 +99,8 @@ def a_pass(rank, start=(), progress=(), bits=(), ddp=True, more=()):
         "over": True,
         "exhausted": True,
     }
-    records = [Pass(1.0, **{**begun, **dict(start)}), Progress(2.0, **{**came, **dict(progress)})]
+    records = [record_of(Pass, time=1.0, **{**begun, **dict(start)})]
+    records.append(record_of(Progress, time=2.0, **{**came, **dict(progress)}))
     return [*([wrapped()] if ddp else []), *more, *records]
 
 
@@ -255,7 +262,10 @@ def steps(rank, count=8, more=(), optimizer="o1", each=lambda number: {}, **fiel
     made = Optimizer(
         0.5, optimizer, "a.py:7", [None, None], [[2], [2]], 1, "cpu", True, 1, False, False
     )
-    taken = [Step(1.0, number=number, **{**right, **each(number)}) for number in range(count)]
+    taken = [
+        record_of(Step, time=1.0, number=number, **{**right, **each(number)})
+        for number in range(count)
+    ]
     return [wrapped(), *more, made, *taken]
 
 

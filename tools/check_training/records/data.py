@@ -74,7 +74,7 @@ class Progress(Record):
     first_orders: list[int]  # the same of the first batch, of the first two, ... of the first eight
     index_sum: int  # of the indices
     sketch: list[int]  # the drawn indices that 1/2000 of the set divides: equal on all ranks
-    rising: bool  # the indices of each batch rise: no shuffle
+    rising: bool  # the indices of each batch rise: no shuffle, or one of batches that are sorted
     batch_bits: list[int]  # of the first tensor of the first 32 batches
     content: float  # a sum over the first values of all rows: equal if the items are the same
     drawn: list[Drawn]  # for the second to fifth batch; of the first passes over a loader

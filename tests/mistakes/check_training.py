@@ -387,6 +387,19 @@ MISTAKES = {
         "in DataLoader(tests",
         False,
     ),
+    "a share, beside an evaluation with sums": (
+        evaluate_share(
+            "with torch.no_grad():",
+            f"    for x, in DataLoader(tests, 20, {BY_RANK}):",
+            "        model.module(x); dist.all_reduce(seen)",
+            "    for x, in DataLoader(tests, 5, sampler=DistributedSampler(tests, shuffle=False)):",
+            "        model.module(x)",
+        ),
+        "figures_stay_apart",
+        "question: each rank evaluates a share .*nothing puts",
+        "in DataLoader(tests, 5",
+        False,
+    ),
     "a share in mappings": (
         {
             key: text.replace("for x, in", "for x in").replace("(x)", "(x['x'])")
@@ -935,6 +948,11 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "sum and number, one by one": evaluate_share("dist.all_reduce(seen)", "dist.all_reduce(total)"),
     "a sum alone, of whole numbers": evaluate_share(
         "right = torch.tensor(40 - dist.get_rank())", "dist.all_reduce(right)"
+    ),
+    "two evaluations, and one sum": evaluate_share(
+        "with torch.no_grad():",
+        f"    for x, in DataLoader(tests, 20, {BY_RANK}): total += model.module(x).sum()",
+        "dist.all_reduce(total)",
     ),
     "figures in an object": evaluate_share(
         "every = [None] * 2 if dist.get_rank() == 0 else None",

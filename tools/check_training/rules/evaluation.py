@@ -211,7 +211,7 @@ class Exchanges:
             if call.time < begin or is_a_decision(call):
                 continue
             if is_a_count(call, passes):
-                self.counts.append(call)
+                self.counts += [call] if call.pass_number not in others else []
                 continue
             self.told |= {each.start.number for each in passes if self._follows(call, each, others)}
             if call.line not in lines_before and call.pass_number not in others:

@@ -201,7 +201,7 @@ MISTAKES = {
             LOSS: LOSS.replace("loss = ", "with model.no_sync(): loss = "),
             **before(
                 REDUCE,
-                "out = model.module(inputs[:700]).detach()",
+                "out = model.module(inputs[:640]).detach()",
                 "dist.all_gather([torch.empty_like(out) for _ in range(2)], out)",
             ),
         },

@@ -89,7 +89,7 @@ def saved_by_own_decision(run):
             for save in mine
         ]
         if max(partners) == len(saves) and min(partners) < len(saves):
-            counts = {rank: len(mine) for rank, mine in saves.items()}
+            counts = {rank: len(mine) for rank, mine in sorted(saves.items())}
             yield Question(
                 f"each rank decides for itself whether it saves ({line}): {on_each(counts)}, and"
                 " not at the same steps",

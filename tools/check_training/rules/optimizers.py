@@ -147,7 +147,7 @@ def average_of_some_ranks(run):
     Looks alike, and is right: rank 0 alone updates it and calls it.
     """
     for averages in averages_of_ranks(run):
-        updates = {rank: each.updates for rank, each in averages.items()}
+        updates = {rank: each.updates for rank, each in sorted(averages.items())}
         if None in updates.values():
             continue
         behind = [rank for rank, count in updates.items() if 2 * count < max(updates.values())]

@@ -153,17 +153,18 @@ def may_average_later(apart):
     """Return whether a collective call is large enough for the largest parameter.
 
     An evaluation gathers its outputs by calls that may be as large: those that gather count only
-    if they have the size of that parameter, or of all.
+    if they have the sizes of all parameters, or of all together.
     """
-    sizes = [math.prod(shape) for shape in apart.optimizer.shapes]
-    largest, whole = max(sizes, default=0), sum(sizes)
+    sizes = {math.prod(shape) for shape in apart.optimizer.shapes}
+    whole = sum(math.prod(shape) for shape in apart.optimizer.shapes)
+    gathered = set()
     for call in apart.run.records(Call):
         elements = call.elements or 0
-        if elements < largest:
-            continue
-        if "gather" not in call.name or elements in (largest, whole):
+        if "gather" in call.name:
+            gathered.add(elements)
+        elif elements >= max(sizes, default=0):
             return True
-    return False
+    return whole in gathered or sizes <= gathered
 
 
 def averages_in_each_step(apart, meanwhile, reason):

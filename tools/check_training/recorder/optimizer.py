@@ -172,7 +172,7 @@ def begin_step(optimizer, args, kwargs):
     if looked_at(known.step):
         look = functools.partial(look_at_step, optimizer, known, batches)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if not callable(closure):
             look()
         elif len(args) > 1:
             instead = (args[0], looking_after(closure, look), *args[2:]), kwargs

@@ -3,9 +3,11 @@
 What is said here holds for any sampler. That of a DistributedSampler is in resumes.py.
 """
 
+import math
+import os
+
 from ..findings import Question, rule
-from ..records.files import Move, Save
-from .resumes import loads_from_before
+from ..records.files import Load, Move, Save
 
 
 @rule(unless={"models", "weights"})
@@ -40,14 +42,28 @@ def order_begins_anew(run):
 
 def time_of_the_state(run):
     """Return when the file was saved from which a run goes on; None: it goes on from none."""
-    loaded = {load.path for load in loads_from_before(run)}
-    if not loaded:
+    if run.before is None:
         return None
-    moves = run.before.records(Move)
-    loaded |= {move.source for move in moves if move.path in loaded}
-    return max(
-        (each.time for each in run.before.records(Save) if each.path in loaded), default=None
-    )
+    saves, moves = run.before.records(Save), run.before.records(Move)
+    loaded = {load.path for load in run.records(Load) if load.path and not load.steps}
+    times = [
+        save.time
+        for path in loaded
+        for name, until in earlier_names(path, moves)
+        for save in saves
+        if save.path == name and save.time <= until
+    ]
+    return max(times, default=None)
+
+
+def earlier_names(path, moves):
+    """Yield (name that a file had, until when): its own, and what it or its folder was called."""
+    yield path, math.inf
+    for move in moves:
+        if move.source is None or move.path is None:
+            continue
+        if path == move.path or path.startswith(move.path + os.sep):
+            yield move.source + path[len(move.path) :], move.time
 
 
 def trained_by_indices(rank):

@@ -1,5 +1,7 @@
 """What goes wrong between two trainings."""
 
+import math
+
 from ..findings import Found, Question, rule
 from ..records.model import Forward
 from ..records.process import Call
@@ -201,20 +203,33 @@ class Exchanges:
     def __init__(self, rank, passes):
         """Take the calls that come with a Rank's passes over one loader, in their order."""
         self.passes, self.counts, self.told, self.at_any_time = passes, [], set(), False
-        self.steps = [times.time for times in rank.records(StepTimes)]
-        own = {each.start.number for each in passes}
-        others = {each.start.number for each in rank.passes if each.evaluates} - own
+        steps = [times.time for times in rank.records(StepTimes)]
+        # {number of a pass: when the next step ended}
+        self.until = {
+            each.start.number: min(
+                (step for step in steps if step > each.progress.time), default=math.inf
+            )
+            for each in passes
+        }
+        counts = {
+            count
+            for each in passes
+            for count in (each.progress.rows, each.progress.items, each.progress.batches)
+            if count > 1  # 1.0 is a figure, too
+        }
+        others = {each.start.number for each in rank.passes if each.evaluates} - set(self.until)
         begin = passes[0].start.time
         calls = [call for call in rank.records(Call) if tells_of_others(call)]
         lines_before = {call.line for call in calls if call.time < begin}
         for call in calls:
-            if call.time < begin or is_a_decision(call):
+            elsewhere = call.pass_number in others  # another evaluation runs
+            if call.time < begin:
                 continue
-            if is_a_count(call, passes):
-                self.counts += [call] if call.pass_number not in others else []
+            if call.number_given in counts:
+                self.counts += [] if elsewhere else [call]
                 continue
             self.told |= {each.start.number for each in passes if self._follows(call, each, others)}
-            if call.line not in lines_before and call.pass_number not in others:
+            if call.line not in lines_before and not elsewhere:
                 self.at_any_time = True
 
     def _follows(self, call, one, others):
@@ -224,9 +239,10 @@ class Exchanges:
         """
         if call.pass_number == one.start.number:
             return True
-        if call.pass_number not in others or call.time < one.progress.time:
-            return False
-        return not any(one.progress.time < step < call.time for step in self.steps)
+        return (
+            call.pass_number in others
+            and one.progress.time < call.time < self.until[one.start.number]
+        )
 
     @property
     def puts_figures_together(self):
@@ -239,19 +255,9 @@ def tells_of_others(call):
 
     In a broadcast from rank 0 it gets what rank 0 has, which is what is printed anyway.
     """
-    return "barrier" not in call.name and call.source != 0 and not call.is_gradient
-
-
-def is_a_count(call, passes):
-    """Return whether a Call sums what a rank has counted in one of these LoaderPass objects."""
-    if call.number_given is None:
+    if "barrier" in call.name or call.source == 0 or call.is_gradient:
         return False
-    counts = {
-        count
-        for each in passes
-        for count in (each.progress.rows, each.progress.items, each.progress.batches)
-    }
-    return call.number_given in counts
+    return not is_a_decision(call)
 
 
 def is_a_decision(call):

@@ -15,8 +15,30 @@ def note_lines(test, run, lines):
     with open(f"{run.folder}/output.txt", "a", encoding="utf-8") as file:
         file.writelines(f"{line.text}\n" for line in lines)
     for line in lines:
-        if not foreign_command.LAUNCHERS.match(line.text):
+        if is_of_traceback(run, line):
+            run.last_printed = run.seconds
+        elif not foreign_command.LAUNCHERS.match(line.text):
             note_line(test, run, line.text)
+
+
+def is_of_traceback(run, line):
+    """Return whether a foreign_command.Line is one of a traceback's.
+
+    It has lines of the script's source: "train(resume_from_checkpoint=last)" is no sign that the
+    script resumes. torch writes the rank before each line of its own.
+    """
+    if line.stream != "stderr":
+        return False
+    who, text = re.fullmatch(r"(\[(?:rank|default) ?\d+(?:/\d+)?\]:? ?|)(.*)", line.text).groups()
+    if text.startswith("Traceback (most recent call last)"):
+        run.tracebacks.add(who)
+        return True
+    if who not in run.tracebacks:
+        return False
+    if not text[:1].isspace():  # its last line, "ValueError: no data"; else it was cut short
+        run.tracebacks.remove(who)
+        return re.match(r"[\w.]+(:|$)", text) is not None
+    return True
 
 
 def note_line(test, run, text):

@@ -134,6 +134,9 @@ class Run:
     printed: list[PrintedMark] = field(default_factory=list)  # all of them, also those again
     results: list[Result] = field(default_factory=list)
     resumed: list[PrintedLine] = field(default_factory=list)  # the lines that match --resumed
+    tracebacks: set[str] = field(
+        default_factory=set
+    )  # who prints one now, "[rank1]: "; "": no name
 
 
 @dataclass

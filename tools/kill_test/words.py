@@ -88,7 +88,10 @@ def summary(options, reference, rounds):
     places = {int(kill.place) for kill in kills if kill.place is not None}
     unproven = [f"no {kind} was killed" for kind in options.victims if not killed[kind]]
     if places and min(places) >= len(marks) - 1 > 0:
-        unproven.insert(0, f"that it resumes its work: all kills came after {marks[-1].text}")
+        unproven.insert(
+            0,
+            f"that it resumes its work: where it went on, the kills came after {marks[-1].text}",
+        )
     elif places:
         yield (
             f"proven: killed after {marks[min(places)].text}, and up to"

@@ -86,7 +86,7 @@ def just_begun(start):
         start.time,
         start.number,
         **counts,
-        finished=None,
+        last_batch=None,
         first_orders=[],
         sketch=[],
         rising=True,

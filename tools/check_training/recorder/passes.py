@@ -37,7 +37,7 @@ class KnownPass:
     no_grad_forwards_before: int
     modes_before: list[Mode]
     modes_after: list[Mode] | None = None  # with the last batch that was promised
-    finished: float | None = None
+    last_batch: float | None = None
     items: int = 0
     order: int = 0
     first_items: int = 0
@@ -257,6 +257,7 @@ def _feed_by(known):
 def _take(known, batch):
     """Add a batch to what is known of its pass; note that after 4, 8, 16, ... batches."""
     place, known.batches = known.batches, known.batches + 1
+    known.last_batch = now()
     known.gradients = known.gradients or torch.is_grad_enabled()
     first = _first_tensor(batch)
     if first is not None and first.dim() and readable(first):
@@ -265,8 +266,8 @@ def _take(known, batch):
             known.batch_bits.append(bits(first))
         if known.pass_of_loader < 2 and place < 300:
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
-    if known.complete and known.finished is None:
-        known.finished, known.modes_after = now(), model.modes(optimizer.steps())
+    if known.complete and known.modes_after is None:
+        known.modes_after = model.modes(optimizer.steps())
     if place > 2 and (known.batches & place) == 0 and not known.over:  # a power of two
         _note_progress(known)
 
@@ -287,7 +288,7 @@ def _note_progress(known, **fields):
         Progress,
         pass_number=known.number,
         batches=known.batches,
-        finished=known.finished,
+        last_batch=known.last_batch,
         rows=known.rows,
         items=known.items,
         order=known.order,
@@ -321,8 +322,6 @@ def _end(known, stopped):
         return
     known.over = True
     state.ended = EndedPass(known.number, counters.backwards, counters.batches)
-    if stopped and known.finished is None:
-        known.finished = now()
     if stopped or known.modes_after is None:
         known.modes_after = model.modes(optimizer.steps())
     _note_progress(

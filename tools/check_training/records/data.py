@@ -66,7 +66,7 @@ class Progress(Record):
 
     pass_number: int  # Pass.number
     batches: int  # that were taken
-    finished: float | None  # seconds, as time: when the last batch that there is was taken
+    last_batch: float | None  # seconds, as time: when the last of them was taken
     rows: int  # of the first tensor of each batch, in all
     items: int  # that the sampler drew, in this process
     order: int  # a hash of the indices in the order in which they were drawn

@@ -274,7 +274,7 @@ def whole_evaluation_on_each_rank(run):
     for loader in loaders_of_all_ranks(run):
         bits = loader.batch_bits()
         taken = [
-            each.progress.time - each.start.time
+            (each.progress.last_batch or each.start.time) - each.start.time
             for passes in loader.passes.values()
             for each in passes
         ]

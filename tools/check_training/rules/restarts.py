@@ -77,8 +77,8 @@ def has_the_length_of(one, other):
 
 
 def is_finished(one, time):
-    """Return whether the last batch of a pass was taken before a time, in seconds."""
-    return one.progress.finished is not None and one.progress.finished < time
+    """Return whether a pass has ended, and its last batch was taken before a time, in seconds."""
+    return one.progress.exhausted and (one.progress.last_batch or 0) < time
 
 
 def beginning(one):

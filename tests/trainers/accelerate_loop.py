@@ -66,18 +66,19 @@ def resume(accelerator):
 
 def main():
     options = {OPTIONS[LOADER]: LOADER != "uneven"} if LOADER else {}
+    options["use_seedable_sampler"] = True
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATE,
-        dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=True, data_seed=7, **options
-        ),
+        dataloader_config=DataLoaderConfiguration(data_seed=7, **options),
     )
     set_seed(1, device_specific=True)  # other dropout on each rank; DDP sends rank 0's weights
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train_loader = DataLoader(points(ITEMS, 0), batch_size=8, shuffle=True)
-    test_loader = DataLoader(points(101, 1), batch_size=8)
+    # Generators of their own: else iter() draws from the numbers of dropout, which a resume shifts.
+    train_numbers, test_numbers = torch.Generator(), torch.Generator()
+    train_loader = DataLoader(points(ITEMS, 0), 8, shuffle=True, generator=train_numbers)
+    test_loader = DataLoader(points(101, 1), 8, generator=test_numbers)
     ours = [model, optimizer, train_loader, test_loader]
     if MISTAKE == "loader_not_prepared":
         ours.remove(train_loader)

@@ -34,9 +34,11 @@ class Classifier(L.LightningModule):
             inputs = torch.relu(layer(inputs))
         return self.head(inputs)
 
-    def on_train_epoch_start(self):
-        # Other dropout on each rank, and the same again after a resume.
-        torch.manual_seed(self.current_epoch * self.trainer.world_size + self.global_rank)
+    def on_train_batch_start(self, batch, batch_index):
+        # Other dropout on each rank, and the same again after a resume. (Once an epoch does not
+        # do: the loader's iterator, which draws a number, is made after that, or before, if the
+        # epoch is the first of a resumed run.)
+        torch.manual_seed(self.global_step * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch, batch_index):
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])

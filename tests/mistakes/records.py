@@ -94,7 +94,6 @@ def a_pass(rank, start=(), progress=(), bits=(), ddp=True, more=()):
         "drawn": [],
         "backwards": 8,
         "no_grad_forwards": 0,
-        "finished": 1.5,
         "gradients": True,
         "over": True,
         "exhausted": True,

@@ -171,7 +171,7 @@ def large_shares(rank, steps):
     if loading > 0.5:
         yield Found(
             f"rank {rank} waits for its loader for {loading:.0%} of the time of its steps",
-            "more workers, or less work for each item",
+            "more workers, or less work for each item (of a stream: does each worker read all?)",
             "benchmarks/README.md#throughput",
         )
     if saving > 0.2:

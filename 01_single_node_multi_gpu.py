@@ -3,10 +3,10 @@
     python 01_single_node_multi_gpu.py          # one process per GPU, or 2 on a CPU
     python 01_single_node_multi_gpu.py 50 10    # 50 epochs, saved after every 10
 
-The steps are those of docs/many_processes.py. Each process, a rank, has a copy of the model, its
-replica. A call that all ranks must make, as all_reduce, is a collective. Never put one under an
-"if" that only some ranks enter: they would wait for the others without a message. You see that DDP
-puts the gradient of the whole batch on each rank, and that all replicas end up equal:
+The parts are those of docs/many_processes.py. Each process, a rank, has a copy of the model, its
+replica. A call that all ranks must make, such as all_reduce, is a collective. Never put one under
+an "if" that only some ranks enter: they would wait for the others without a message. You see that
+DDP puts the gradient of the whole batch on each rank, and that all replicas end up equal:
 
     [rank 0/2] gradient of a rank on its own images: differs from the whole batch's by 8.8e-01
     [rank 0/2] gradient that DDP leaves on each rank: differs from the whole batch's by 3.2e-07
@@ -14,6 +14,7 @@ puts the gradient of the whole batch on each rank, and that all replicas end up 
     ...
     [rank 0/2] 2 replicas are identical, sha256 11d74c37bfba
 
+Below the divider: join (parts 1 and 2), log (prints), gathered (lists all ranks' values), the data.
 To try your own model, change what is marked "your"; for a job: template/. Next: exercises/ 1 to 3.
 """
 
@@ -29,7 +30,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
+import torch.distributed.nn  # unused; without it, torch 2.11 to 2.15 may abort at the end
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -42,42 +43,42 @@ SEED = 0
 
 def main():
     args = parse_args()
-    # Python starts N processes here (in 02: torchrun). Each begins empty, imports this file ("if
-    # __name__", below, keeps main out), and calls worker(rank, ...). If one fails, all end.
+    # Each process is a new Python. It imports this file (so main() stands under "if __name__"), and
+    # calls worker(rank, ...). They leave their addresses in a file, "meet", to find each other.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)
 
 
 def worker(rank, world_size, meeting_point, args):
-    # Step 1: start (in join, below the divider). Each process takes a GPU of its own.
-    # Step 2: meet, through a file. Each process waits here for all others. Then they are connected.
+    # Part 1: start (in join, below the divider). Each process takes a GPU of its own.
+    # Part 2: meet. join passes these arguments to init_process_group. There each process waits for
+    # all others. Then they are connected.
     device = join(rank, init_method=meeting_point, rank=rank, world_size=world_size)
-    train(device, args)  # steps 3, 4 and 5
-    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    train(device, args)  # parts 3, 4 and 5
+    # Part 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
+    # Part 3: share the data. Shares are equal. All ranks together take the same batch for any N.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # shuffles; rank r: r, r + N
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
-    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
+    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: full batches
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
-    # Step 4: build the model, and wrap it. DDP copies rank 0's weights to all. backward() now
-    # averages all processes' gradients, in buckets of some MB: each when it is full, while backward
-    # goes on. With equal shares, the mean is the whole batch's gradient (BatchNorm, dropout apart).
-    # All ranks take the same step: the replicas stay equal.
+    # Part 4: build the model, and wrap it. DDP copies rank 0's weights to all. backward() now
+    # averages all processes' gradients, bucket by bucket. So all ranks take the same step, and the
+    # replicas stay equal.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
     model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     compare_gradients(model, loader, device)
 
-    # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.
+    # Part 5: train. The models stay equal, so one process, rank 0, prints and saves.
     for epoch in range(1, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
@@ -116,7 +117,7 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's own forward may wait for all, and a rank may have a batch more.
+    # model.module: DDP's forward sends buffers, so it may wait for a rank that has no batch left.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's go to all
@@ -213,22 +214,22 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
 
 
 def join(local_rank, **meeting):
-    """Take a device, connect to all other processes, and return the device: steps 1 and 2."""
+    """Take a device, connect to all other processes, and return the device: parts 1 and 2."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = dist.get_default_backend_for_device(device)
     if backend == "gloo":  # a CPU, or a Mac: Gloo cannot send tensors of its GPU
         device = torch.device("cpu")
         torch.set_num_threads(1)  # one core for each process
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster so
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
-        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL connects now
+        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
-    # For Gloo: the loopback, interface 1, which no other machine reaches.
+    # Let Gloo listen on the loopback (interface 1 of Linux): no other machine can reach it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    # torch.distributed.nn must be imported before: else DDP does so, and connections stay open.
+    # Import torch.distributed.nn earlier: DDP would import it later, and keep connections open.
     dist.init_process_group(backend, **meeting)
     return device
 

@@ -17,8 +17,8 @@ snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at
 
 Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
-New here: torchrun (main), a snapshot (save, resume), equal bits (settle_buckets). For a job, begin
-in template/. Next: 04_collectives.py (03 is for several machines).
+New here: torchrun (main), a snapshot (save, resume), the same bits after a crash
+(settle_buckets). For a job, begin in template/. Next: 04_collectives.py (03 is for machines).
 """
 
 import argparse
@@ -34,7 +34,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
+import torch.distributed.nn  # unused; without it, torch 2.11 to 2.15 may abort at the end
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -48,16 +48,16 @@ SEED = 0
 @record  # when a process fails, torchrun's report shows its traceback
 def main():
     args = parse_args()
-    # Step 1: start. New in 02: torchrun starts this file N times, and tells each process by
+    # Part 1: start. New in 02: torchrun starts this file N times, and tells each process by
     # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
-    # Step 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # New in 02: after a restart, this store still holds the addresses of the dead. So take it
-    # here, and put the attempt before each key. (By itself, init_process_group does not.)
-    store, rank, world_size = next(dist.rendezvous("env://"))  # connects to the store
+    # Part 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
+    # New in 02: after a restart, it still holds the addresses of the dead. So connect here, as
+    # init_process_group would, and put the attempt before each key (pitfalls/stale_addresses.py).
+    store, rank, world_size = next(dist.rendezvous("env://"))  # env://: by torchrun's variables
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
-    train(device, args)  # steps 3, 4 and 5
-    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    train(device, args)  # parts 3, 4 and 5
+    # Part 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
@@ -65,14 +65,14 @@ def main():
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
-    # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
+    # Part 3: share the data. Shares are equal. All ranks together take the same batch for any N.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # shuffles; rank r: r, r + N
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
-    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
+    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: full batches
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
-    # Step 4: build the model, and wrap it. New in 02: first load the snapshot. All ranks
+    # Part 4: build the model, and wrap it. New in 02: first load the snapshot. All ranks
     # read it: DDP copies rank 0's weights to the others, but not the state of the optimizer.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
@@ -83,7 +83,7 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
+    # Part 5: train. No random state is saved: manual_seed fixes all that torch draws (not numpy).
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
@@ -94,7 +94,7 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # save all that changes (a schedule, too), as tensors and numbers
+        if due and rank == 0:  # all that changes (a schedule, too); resume loads no other types
             save(
                 {
                     "model": model.module.state_dict(),
@@ -134,7 +134,7 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's own forward may wait for all, and a rank may have a batch more.
+    # model.module: DDP's forward sends buffers, so it may wait for a rank that has no batch left.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's go to all
@@ -172,8 +172,8 @@ def resume(path, model, optimizer):
 
 
 def settle_buckets(model, images):
-    """Run DDP once, without a step: after its first backward, it sums in another order."""
-    # A resumed run has that backward later: on three ranks or more, it would round otherwise.
+    """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
+    # Without this, a resumed run would round differently (on three ranks or more).
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -244,22 +244,22 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
 
 
 def join(local_rank, **meeting):
-    """Take a device, connect to all other processes, and return the device: steps 1 and 2."""
+    """Take a device, connect to all other processes, and return the device: parts 1 and 2."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = dist.get_default_backend_for_device(device)
     if backend == "gloo":  # a CPU, or a Mac: Gloo cannot send tensors of its GPU
         device = torch.device("cpu")
         torch.set_num_threads(1)  # one core for each process
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster so
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
-        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL connects now
+        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
-    # For Gloo: the loopback, interface 1, which no other machine reaches.
+    # Let Gloo listen on the loopback (interface 1 of Linux): no other machine can reach it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    # torch.distributed.nn must be imported before: else DDP does so, and connections stay open.
+    # Import torch.distributed.nn earlier: DDP would import it later, and keep connections open.
     dist.init_process_group(backend, **meeting)
     return device
 
@@ -287,7 +287,7 @@ def parse_args():
     parser.add_argument("--crash-epoch", type=int, help="kill the last rank there, on attempt 0")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    # Without torchrun, both are missing. On several machines, they differ.
+    # Without torchrun, both variables are missing. On several machines, they differ.
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."

@@ -5,7 +5,7 @@ Start the same command on each machine (node). They meet at one of them, here no
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --nproc-per-node=gpu --max-restarts=3 \
         --rdzv-id=345 --rdzv-backend=c10d --rdzv-endpoint=node1:29603 03_multinode.py 50 10
 
-(The variable: see step 2.) rdzv is the rendezvous: they meet at a free port of node1, here 29603,
+(The variable: see part 2.) rdzv is the rendezvous: they meet at a free port of node1, here 29603,
 by a name of your choice, here 345. Each machine needs this file and the data. More, and several
 machines on one computer: launch/README.md. To begin on one machine, delete snapshot.pt, and:
 
@@ -38,7 +38,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
+import torch.distributed.nn  # unused; without it, torch 2.11 to 2.15 may abort at the end
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
@@ -52,17 +52,17 @@ SEED = 0
 @record  # when a process fails, torchrun's report shows its traceback
 def main():
     args = parse_args()
-    # Step 1: start. New in 03: RANK, the global rank, counts through the whole job: it decides
+    # Part 1: start. New in 03: RANK, the global rank, counts through the whole job: it decides
     # which share of the data a process takes. LOCAL_RANK starts at 0 on each machine: it decides
     # which GPU. With two GPUs on each machine, rank 2 is the first process of the second machine,
     # and takes GPU 0 there.
-    # Step 2: meet. New in 03: each attempt gets a new store, without addresses of the dead, by
+    # Part 2: meet. New in 03: each attempt gets a new store, without addresses of the dead, by
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. (02's prefix will not do: each machine counts its own
     # restarts.) The timeout alone ends the wait if a cable is cut. A save must take less than it.
     device = join(int(os.environ["LOCAL_RANK"]), timeout=timedelta(seconds=args.timeout))
     show_map(device)
-    train(device, args)  # steps 3, 4 and 5
-    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    train(device, args)  # parts 3, 4 and 5
+    # Part 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
@@ -85,19 +85,19 @@ def show_map(device):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Step 3: share the data. A step takes the same batch for any N, 1 / N of it on each process.
+    # Part 3: share the data. Shares are equal. All ranks together take the same batch for any N.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
     everywhere = gathered((socket.gethostname(), source, len(train_set), len(test_set)))
     if len({its[1:] for its in everywhere}) > 1:
         sys.exit(f"the machines have different data: {everywhere}")
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # shuffles; rank r: r, r + N
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
-    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: see fast_loader
+    loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: full batches
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
-    # Step 4: build the model, go on from the snapshot, and wrap it.
+    # Part 4: build the model, go on from the snapshot, and wrap it.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
@@ -107,7 +107,7 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Step 5: train. No random state is saved: manual_seed, below, fixes all that torch draws.
+    # Part 5: train. No random state is saved: manual_seed fixes all that torch draws (not numpy).
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
@@ -158,7 +158,7 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's own forward may wait for all, and a rank may have a batch more.
+    # model.module: DDP's forward sends buffers, so it may wait for a rank that has no batch left.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's go to all
@@ -215,8 +215,8 @@ def take_newest(path):
 
 
 def settle_buckets(model, images):
-    """Run DDP once, without a step: after its first backward, it sums in another order."""
-    # A resumed run has that backward later: on three ranks or more, it would round otherwise.
+    """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
+    # Without this, a resumed run would round differently (on three ranks or more).
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -287,21 +287,21 @@ def fast_loader(dataset, sampler, batch_size, drop_last):
 
 
 def join(local_rank, **meeting):
-    """Take a device, connect to all other processes, and return the device: steps 1 and 2."""
+    """Take a device, connect to all other processes, and return the device: parts 1 and 2."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = dist.get_default_backend_for_device(device)
     if backend == "gloo":  # a CPU, or a Mac: Gloo cannot send tensors of its GPU
         device = torch.device("cpu")
         torch.set_num_threads(1)  # one core for each process
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster so
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
         torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
-        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL connects now
+        device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # New in 03: Gloo listens for other machines, too. So its interface is not set here.
-    # torch.distributed.nn must be imported before: else DDP does so, and connections stay open.
+    # Import torch.distributed.nn earlier: DDP would import it later, and keep connections open.
     dist.init_process_group(backend, **meeting)
     return device
 

@@ -3,10 +3,11 @@
     torchrun --standalone --nproc-per-node=4 04_collectives.py         # no GPU: 4 processes
     torchrun --standalone --nproc-per-node=gpu 04_collectives.py       # one for each GPU, 2 or more
     torchrun --standalone --nproc-per-node=4 04_collectives.py --only broadcast all_reduce \
-        all_gather reduce_scatter async_op ring ddp    # what DDP is made of: these are enough
+        all_gather reduce_scatter send_recv isend_irecv batch_isend_irecv async_op ring ddp
 
-Each section says what an operation is for, shows every rank's tensor before and after, and checks
-the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this shows where a number comes from.
+DDP is made of the sections named after --only. Each section says what an operation is for, shows
+every rank's tensor before and after, and checks the result. Rank r begins with
+[10 r + 1, 10 r + 2, ...]: this shows where a number comes from.
 
     [rank 0/4] == reduce_scatter
     [rank 0/4] All tensors are summed up, and each rank gets one chunk of the sum: [...]
@@ -19,7 +20,7 @@ the result. Rank r begins with [10 r + 1, 10 r + 2, ...]: this shows where a num
     [rank 0/4] 18 sections passed their checks on 4 ranks, by gloo
 
 The last two, an all_reduce and DistributedDataParallel (DDP), are built from the others. Now write
-it yourself. Next: exercises/ 4 to 21.
+such things yourself. Next: exercises/ 4 to 21.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keep it: imported later, by DDP, it holds the connections open
+import torch.distributed.nn  # unused; without it, torch 2.11 to 2.15 may abort at the end
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -44,13 +45,13 @@ from torch.testing import assert_close
 @record  # when a process fails, torchrun's report shows its traceback
 def main():
     names = parse_args().only
-    # Step 1: start. torchrun has started this file once for each process, as in 02.
+    # Part 1: start. torchrun has started this file once for each process, as in 02.
     device, backend = pick_device(int(os.environ["LOCAL_RANK"]))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback: this machine
     torch.set_default_device(device)  # all tensors and layers are made there
 
-    # Step 2: meet.
-    my_gpu = device if device.type == "cuda" else None  # (with xpu, a group of Gloo would fail)
+    # Part 2: meet.
+    my_gpu = device if device.type == "cuda" else None
     dist.init_process_group(backend, device_id=my_gpu)  # NCCL sends from this GPU
 
     for name in names:  # each section first prints its docstring
@@ -60,7 +61,7 @@ def main():
     gathered(None)  # rank 0 waits here: it reports success only if no rank has failed
     log(f"{len(names)} sections passed their checks on {dist.get_world_size()} ranks, by {backend}")
 
-    # Steps 3 to 5 are those of a training. Step 6: leave. Free DDP. Then close the connections.
+    # Parts 3 to 5 are those of a training. Part 6: leave. Free DDP. Then close the connections.
     gc.collect()
     dist.destroy_process_group()
 
@@ -104,7 +105,7 @@ def gather(rank, world_size):
 
 def reduce(rank, world_size):
     """The sum of all tensors, on one rank: a loss, say, that rank 0 writes into its log.
-    Do not use what the other ranks hold afterwards: with Gloo, sums over some of the ranks."""
+    Do not use what the other ranks hold afterwards: with Gloo, partial sums."""
     tensor = tensor_of(rank)
     dist.reduce(tensor, dst=0, op=dist.ReduceOp.SUM)
     table({"before": tensor_of(rank), "after": tensor})
@@ -134,11 +135,11 @@ def all_reduce(rank, world_size):
 
 def all_gather(rank, world_size):
     """All ranks' tensors, on every rank: in a list or in one tensor. In sharded training
-    (ZeRO, FSDP), each rank keeps a part of each layer, and gathers the rest."""
+    (docs/which_parallelism.md), each rank keeps a part of each layer, and gathers the rest."""
     tensor = tensor_of(rank)
     as_list, as_tensor = [torch.zeros(2) for _ in range(world_size)], torch.zeros(2 * world_size)
     dist.all_gather(as_list, tensor)
-    all_gather_single(as_tensor, tensor)  # in most texts by its old name: all_gather_into_tensor
+    all_gather_single(as_tensor, tensor)
     table({"before": tensor, "all_gather": as_list, "all_gather_single": as_tensor})
     expected = [tensor_of(r) for r in range(world_size)]
     assert_close((as_list, as_tensor), (expected, torch.cat(expected)))
@@ -149,7 +150,7 @@ def reduce_scatter(rank, world_size):
     gradients of its own weights. reduce_scatter and all_gather together are an all_reduce."""
     tensor = tensor_of(rank, length=world_size)
     chunk, whole = torch.zeros(1), torch.zeros(world_size)
-    reduce_scatter_single(chunk, tensor)  # its old name: reduce_scatter_tensor
+    reduce_scatter_single(chunk, tensor)
     all_gather_single(whole, chunk)
     table({"before": tensor, "its chunk": chunk, "all_gather": whole})
     expected = sum(tensor_of(r, length=world_size) for r in range(world_size))
@@ -238,8 +239,8 @@ def batch_isend_irecv(rank, world_size):
 def exchange(outgoing, incoming):
     """Send a tensor to the next rank on the ring, and receive one from the rank before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Not isend and irecv one by one: NCCL may queue them. If all ranks queue the send first, no
-    # rank comes to its receive.
+    # Not isend and irecv one after the other: NCCL may queue them. If all ranks queue the send
+    # first, no rank comes to its receive, and all wait for ever.
     for work in dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
@@ -329,8 +330,8 @@ def ring_all_reduce(tensor, steps=None):
     """Sum a contiguous tensor of any shape over all ranks, in place; return the bytes sent.
 
     Each of N ranks sends 2 (N - 1) / N of the tensor, the least possible (Patarasuk and Yuan,
-    2009). But it takes 2 (N - 1) steps. For a small tensor a tree is better: it takes fewer.
-    steps: a list to which a copy of the tensor is added after each step.
+    2009). But it takes 2 (N - 1) steps (picture: docs/how_a_job_starts.md): for a small tensor, a
+    tree takes fewer. steps: a list to which a copy of the tensor is added after each step.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.view(-1).tensor_split(world_size)  # views: writing to them is in place
@@ -392,7 +393,7 @@ def ddp(rank, world_size):
 class BucketedDDP(nn.Module):
     """Average the gradients of a module over all ranks, in buckets, while backward still runs.
 
-    A bucket is some gradients that are sent as one tensor. It is full when it has bucket_bytes.
+    A bucket is some gradients that are sent as one tensor. It is full at bucket_bytes or above.
     Call wait() after every backward(), before the optimizer's step. DDP can do more: parameters
     without a gradient, buffers, several backward passes before a step (Li et al., VLDB 2020).
     """
@@ -407,7 +408,7 @@ class BucketedDDP(nn.Module):
             if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
-            parameter.register_post_accumulate_grad_hook(  # called in backward
+            parameter.register_post_accumulate_grad_hook(  # torch calls it when p.grad is complete
                 functools.partial(self.gradient_is_there, len(self.buckets) - 1)
             )
 
@@ -438,7 +439,7 @@ class BucketedDDP(nn.Module):
 
 # ---- The lesson ends here. Below: what each script needs. ----
 
-# New names: older versions of torch have the old ones alone.
+# New names: older versions of torch, and most texts, have the old ones alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

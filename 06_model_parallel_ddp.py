@@ -56,7 +56,7 @@ WIDTH, BLOCKS, CLASSES = 256, 8, 10  # of the model
 def main():
     args = parse_args()
 
-    # Step 1: start. torchrun has started this file once for each process, and tells each of them
+    # Part 1: start. torchrun has started this file once for each process, and tells each of them
     # its number on this machine. In mode devices, process 0 takes GPUs 0 and 1, process 1 takes
     # GPUs 2 and 3, and so on.
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -65,7 +65,7 @@ def main():
     if args.mode == "all" and device.type != "cpu":
         raise SystemExit("on GPUs, choose --mode devices (two a process) or --mode pipeline (one)")
 
-    # Step 2: meet. device_id names the one GPU on which a process exchanges tensors. A process that
+    # Part 2: meet. device_id names the one GPU on which a process exchanges tensors. A process that
     # drives two leaves it out: DDP exchanges gradients on both.
     if args.mode == "devices":
         let_nccl_use_two_gpus()
@@ -73,13 +73,13 @@ def main():
     dist.init_process_group(backend, device_id=device if one_gpu else None)
 
     if args.mode != "pipeline":
-        train_devices(device, args)  # steps 3, 4 and 5, the first way
+        train_devices(device, args)  # parts 3, 4 and 5, the first way
     if args.mode != "devices":
         mesh = make_mesh(device)
         for schedule_class in (ScheduleGPipe, Schedule1F1B):
-            train_pipeline(schedule_class, mesh, device, args)  # steps 3, 4 and 5, the second way
+            train_pipeline(schedule_class, mesh, device, args)  # parts 3, 4 and 5, the second way
 
-    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    # Part 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()
 
@@ -92,16 +92,16 @@ def train_devices(device, args):
     log("== devices: each rank is a replica, one process that drives two devices")
     log(f"first half on {device}, second half on {second_device}", every_rank=True)
 
-    # Step 3: share the data. Each rank trains on its own share of every batch.
+    # Part 3: share the data. Each rank trains on its own share of every batch.
     data = make_data()  # your data
 
-    # Step 4: build the model, and wrap it. DDP leaves the parameters where they are. It gets no
+    # Part 4: build the model, and wrap it. DDP leaves the parameters where they are. It gets no
     # device_ids, which other guides give: they are for a model on one device.
     split = TwoDevices(make_model(), device, second_device, args.microbatches)  # your model
     model = DDP(split, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model.parameters())
 
-    # Step 5: train, as in 01. But the model returns its outputs on the second device.
+    # Part 5: train, as in 01. But the model returns its outputs on the second device.
     for epoch in range(1, args.epochs + 1):
         losses = []
         for inputs, labels in batches(data, epoch, rank, world_size):
@@ -158,10 +158,10 @@ def train_pipeline(schedule_class, mesh, device, args):
     name = schedule_class.__name__.removeprefix("Schedule")
     log(f"== pipeline, {name}")
 
-    # Step 3: share the data. By replica, not by rank: the stages of a replica need the same share.
+    # Part 3: share the data. By replica, not by rank: the stages of a replica need the same share.
     data = make_data()  # your data
 
-    # Step 4: build the model, and wrap it. Each rank keeps the layers of its stage. DDP gets the
+    # Part 4: build the model, and wrap it. Each rank keeps the layers of its stage. DDP gets the
     # group of its column, and averages gradients over the replicas of this stage.
     whole = make_model()  # your model
     begin = len(whole) * stage_index // STAGES
@@ -181,7 +181,7 @@ def train_pipeline(schedule_class, mesh, device, args):
     stage = TimedStage(model, stage_index, STAGES, device, group=mesh.get_group("pp"))
     schedule = schedule_class(stage, args.microbatches, loss_fn=cross_entropy)  # your loss
 
-    # Step 5: train. schedule.step runs the forward and backward passes of all micro-batches, and
+    # Part 5: train. schedule.step runs the forward and backward passes of all micro-batches, and
     # sends activations and gradients to the other stages. It averages the gradients of the weights
     # over the micro-batches, and DDP, in the last backward pass, over the replicas.
     for epoch in range(1, args.epochs + 1):

@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but keep it: else step 6 cannot close the connections
+import torch.distributed.nn  # unused; without it, torch 2.11 to 2.15 may abort at the end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -13,29 +13,29 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # Step 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
+    # Part 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
     backend = dist.get_default_backend_for_device(device)  # what sends tensors: "nccl", "gloo"
-    if backend == "gloo":  # the one for CPUs (a Mac's GPU has no backend)
+    if backend == "gloo":  # a CPU; or a Mac, whose GPU has no backend: use its CPU
         device = torch.device("cpu")
-    else:
+    else:  # LOCAL_RANK: this process's number on its machine, and that of its GPU
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    # Step 2: meet. Each process waits here for all others. Then they are connected.
+    # Part 2: meet. Each process waits here for all others. Then they are connected.
     dist.init_process_group(backend)
 
     torch.manual_seed(0)
     inputs = torch.randn(1024, 10)
     dataset = TensorDataset(inputs, inputs.norm(dim=1, keepdim=True))  # your data
-    # Step 3: share the data. A step takes 64 examples, as before: 64 / N on each process.
+    # Part 3: share the data. A step takes 64 examples, as before: 64 / N on each process.
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
 
-    # Step 4: build the model, and wrap it. backward() now averages all processes' gradients.
+    # Part 4: build the model, and wrap it. backward() now averages all processes' gradients.
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 1))  # your model
     model.to(device)
     model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.
+    # Part 5: train. The models stay equal, so one process, rank 0, prints and saves.
     for epoch in range(5):
         sampler.set_epoch(epoch)  # another order in each epoch
         loss_sum = torch.zeros((), device=device)
@@ -54,6 +54,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Step 6: leave. Free DDP, which still holds the connections. Then close them.
+    # Part 6: leave. Free DDP, which still holds the connections. Then close them.
     gc.collect()
     dist.destroy_process_group()

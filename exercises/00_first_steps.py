@@ -1,6 +1,6 @@
 """First steps: three functions of one to three lines, on real processes, two minutes each.
 
-The checker starts two processes, then three, and connects them, as steps 1 and 2 of
+The checker starts two processes, then three, and connects them, as parts 1 and 2 of
 docs/many_processes.py do. In each process, it then calls your functions, one after the other.
 
 Read before: README.md, "From one process to many".
@@ -37,9 +37,9 @@ def report(number):
 
     Write the two functions above first, and run the file with this one as it is: it hangs. There
     is no error. Rank 0 waits in all_reduce for the others, which never call it. You will meet this
-    again: most mistakes with several processes end so. (The checker gives up after 8 seconds, and
-    says where each rank is.) The cure is a rule: what all ranks must call never stands under an
-    "if" that only some ranks enter. Mend the function.
+    again: most mistakes with several processes end like this. (The checker gives up after 8
+    seconds, later on a busy machine, and says where each rank is.) The cure is a rule: what all
+    ranks must call never stands under an "if" that only some ranks enter. Mend the function.
     """
     if dist.get_rank() == 0:
         total = sum_over_all(number)

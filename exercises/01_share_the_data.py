@@ -5,9 +5,11 @@ the whole dataset, and decides by itself which items are its own: nothing has to
 my_share.
 
 Read before: 01_single_node_multi_gpu.py, where DistributedSampler does this. It makes the shares
-equal: it leaves some items out, or takes some twice. Yours shall do neither.
+equal: it leaves some items out, or takes some twice. Yours must do neither.
 
     python exercises/01_share_the_data.py
+
+Next: exercises/02_mean_of_unequal_shares.py
 """
 
 import torch
@@ -17,14 +19,14 @@ import torch.distributed as dist
 def my_share(count, epoch, rank, world_size):
     """Return the numbers of the items that this rank takes in this epoch: a list of int.
 
-    They stand in the order in which the rank takes them, which is random, too: not sorted.
+    The list is in the order of use, and that order is random, too: do not sort it.
 
     The items have the numbers 0 to count - 1. Over all ranks, each item is in one share, once. The
     lengths of two shares differ by 1 at most. Each epoch has another random order of all items.
 
-    A call with the same arguments gives the same list again, in any process. Nothing else decides:
-    the checker asks for the shares of 64 ranks, too, though there are two. There may be fewer items
-    than ranks.
+    A call with the same arguments gives the same list again, in any process. Use the arguments
+    alone: the checker also asks for the shares of 64 ranks, with two processes. There may be fewer
+    items than ranks.
     """
     raise NotImplementedError
 

@@ -7,6 +7,8 @@ Read before: 01_single_node_multi_gpu.py, which calls all_reduce. A collective i
 rank makes with a tensor of the same shape and dtype. If one does not come, the others wait.
 
     python exercises/02_mean_of_unequal_shares.py
+
+Next: exercises/03_average_gradients.py
 """
 
 import torch
@@ -18,7 +20,7 @@ def global_mean(losses):
 
     losses: this rank's, shape (n,); n differs from rank to rank, and may be 0, but not on all
     ranks. Do not change it.
-    A few numbers are sent, however many losses there are: 128 bytes on a rank at most.
+    Send a few numbers, however many losses there are: 128 bytes from each rank at most.
     """
     raise NotImplementedError
 

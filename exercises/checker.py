@@ -374,11 +374,12 @@ def verdict(reports, second_hint=False):
         return False, "\n    ".join([text, *hints])
     ends = {"right": "has come to the end", "nothing": "gives no answer"}
     lines = [f"rank {one.rank} {ends.get(one.kind, one.text)}" for one in reports]
-    hint = (
-        "each waits for its partner: for all others to make the same call with tensors of the"
-        " same size, or for the recv that belongs to its send, or for the wait() of what isend"
-        " or irecv has returned"
-    )
+    hint = "a call waits until all others make the same call, with tensors of the same size"
+    if re.search(r"send|recv|wait\(", " ".join(lines)):
+        hint = (
+            f"{hint}; a send waits for the recv that belongs to it; what isend or irecv has"
+            " returned needs a wait()"
+        )
     if "works" in by_kind:
         hint = "that line takes long, or never ends: no other rank is to blame"
     return False, "\n    ".join(

@@ -9,16 +9,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main():
-    device = survive.start()  # steps 1 and 2: who am I; meet the others
+    device = survive.start()  # parts 1 and 2: who am I; meet the others
 
     survive.seed(0)
     inputs = torch.randn(1024, 10)
     dataset = TensorDataset(inputs, inputs.norm(dim=1, keepdim=True))  # your data
-    # Step 3: share the data. A step takes 64 examples, 64 / N on each process (of 3: 21, so 63).
+    # Part 3: share the data. A step takes 64 examples, 64 / N on each process (of 3: 21, so 63).
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
 
-    # Step 4: build the model, and wrap it. backward() now averages all processes' gradients.
+    # Part 4: build the model, and wrap it. backward() now averages all processes' gradients.
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 1))  # your model
     model.to(device)
     model = DDP(model)
@@ -28,7 +28,7 @@ def main():
     with survive.settled(model):
         model(inputs[:2].to(device)).sum().backward()
 
-    # Step 5: train. The models stay equal, so one process, rank 0, prints and saves.
+    # Part 5: train. The models stay equal, so one process, rank 0, prints and saves.
     for epoch in range(done, 5):
         sampler.set_epoch(epoch)  # another order in each epoch
         survive.seed(0, epoch, dist.get_rank())  # dropout, augmentation
@@ -47,5 +47,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Step 6: leave. This frees DDP, and closes the connections.
+    # Part 6: leave. This frees DDP, and closes the connections.
     survive.leave(finished=True)

@@ -80,7 +80,7 @@ def last_shown(path):
 
 # What a command without a transcript prints, and without which status 0 would be worth nothing.
 PROOFS = {
-    "04_collectives.py": "7 sections passed their checks on 4 ranks, by gloo",
+    "04_collectives.py": "10 sections passed their checks on 4 ranks, by gloo",
     "06_model_parallel_ddp.py": "2 replicas of the model are identical, sha256 .+",
 }
 PROOFS |= {f"pitfalls/{path.name}": "symptom: .+" for path in PITFALLS}

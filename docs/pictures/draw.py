@@ -262,11 +262,11 @@ def draw_ddp(ax):
     ax.text(30, 17.5, "gradients are averaged\nwhile backward goes on", fontsize=9, va="center")
 
 
-def draw_six_steps(ax):
+def draw_six_parts(ax):
     """What two ranks do from start to end, and where they exchange something."""
     ax.set(xlim=(0, 100), ylim=(0, 34))
     ax.axis("off")
-    steps = (  # what all do, what rank 0 does, what rank 1 does, exchanged in between, arrow
+    parts = (  # what all do, what rank 0 does, what rank 1 does, exchanged in between, arrow
         ("start", "I am rank 0,\nGPU 0 is mine", "I am rank 1,\nGPU 1 is mine", "", ""),
         ("meet", "init_process\n_group", "init_process\n_group", "addresses", "<->"),
         ("share the data", "images\n0, 2, 4, ...", "images\n1, 3, 5, ...", "", ""),
@@ -283,10 +283,10 @@ def draw_six_steps(ax):
     for rank, y in ((0, 20), (1, 3)):
         ax.add_patch(plt.Rectangle((0, y - 1.5), 100, 9.5, facecolor="#EEEEEE"))
         ax.text(1, y + 3.2, f"rank {rank}", va="center")
-        for i, step in enumerate(steps):
-            colour = BLUE if step[3] else GREY
-            box(ax, 8 + 15.3 * i, y, 14.5, 6.5, step[1 + rank], colour, color="white", fontsize=8)
-    for i, (name, _, _, exchanged, style) in enumerate(steps):
+        for i, part in enumerate(parts):
+            colour = BLUE if part[3] else GREY
+            box(ax, 8 + 15.3 * i, y, 14.5, 6.5, part[1 + rank], colour, color="white", fontsize=8)
+    for i, (name, _, _, exchanged, style) in enumerate(parts):
         x = 15.2 + 15.3 * i
         ax.text(x, 30.5, f"{i + 1}. {name}", ha="center")
         if exchanged:
@@ -831,7 +831,7 @@ def kill():
 
 STILL = {
     "ddp": [draw_ddp],
-    "six_steps": [draw_six_steps],
+    "six_parts": [draw_six_parts],
     "ranks": [draw_ranks],
     "kill_and_resume": [draw_kill_and_resume, "uninterrupted.log", "killed.log"],
     "shrink_and_grow": [draw_shrink_and_grow, "shrink_and_grow.log"],

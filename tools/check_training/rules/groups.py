@@ -27,7 +27,7 @@ def no_group(ranks):
     yield kind(
         f"{len(firsts)} processes train, and none calls init_process_group(): so many models",
         "the last one that writes the file wins",
-        "docs/how_a_job_starts.md#six-steps",
+        "docs/how_a_job_starts.md#six-parts",
     )
 
 

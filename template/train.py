@@ -48,15 +48,15 @@ WORKERS = 2  # processes of each rank that load data; 0: the rank itself does
 @record  # if a process fails, torchrun's report shows its traceback
 def main():
     args = parse_args()
-    device = survive.start(args.timeout)  # steps 1 and 2: who am I; meet the others
-    finished = train(device, args)  # steps 3, 4 and 5
-    survive.leave(finished)  # step 6: torchrun and Slurm see whether the job ended early
+    device = survive.start(args.timeout)  # parts 1 and 2: who am I; meet the others
+    finished = train(device, args)  # parts 3, 4 and 5
+    survive.leave(finished)  # part 6: torchrun and Slurm see whether the job ended early
 
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # Step 3: share the data. Every rank can read all of it, and takes its share of each batch.
+    # Part 3: share the data. Every rank can read all of it, and takes its share of each batch.
     survive.seed(SEED)  # a random split must be alike on all ranks, in all restarts
     train_set, validation_set, source = load_sets()  # your data
     count = len(train_set)
@@ -74,7 +74,7 @@ def train(device, args):
     samples = [batch for batch, _ in loader_of(train_set, [tenths[:2], tenths])]
     survive.compare(training_data=samples)  # each machine reads its own disk
 
-    # Step 4: build the model, go on from the newest snapshot, and wrap the model.
+    # Part 4: build the model, go on from the newest snapshot, and wrap the model.
     survive.seed(SEED)  # every run starts from the same weights
     model = GPT().to(device)  # your model
     # The average of the weights over the last steps (EMA): validated, and saved as the best.
@@ -103,7 +103,7 @@ def train(device, args):
     with survive.settled(model):  # all that this pass changes is put back
         mean_loss(model, samples[0], 0).backward()
 
-    # Step 5: train.
+    # Part 5: train.
     asked_to_leave = survive.leave_on_sigterm()
     loader = iter(loader_of(train_set, share_of_steps(range(step, args.total_steps), count, args)))
     name = args.snapshot_path.removesuffix(".pt")  # for the files beside the snapshot

@@ -58,8 +58,8 @@ def test_the_front_page_says_how_long_a_lesson_takes():
         lines = whole.splitlines()
         divider = [line[:6] for line in lines].index("# ----")
         times = [len(line.split()) / (300 if line in seen else 90) for line in lines]
-        minutes = f"{sum(times[:divider]):.0f} / {sum(times):.0f} min"
-        assert f"| [{name}]({name}) {minutes} |" in text, (name, minutes)
+        minutes = f"{sum(times[:divider]):.0f} / {sum(times):.0f}"
+        assert f"| [{name}]({name}) | {minutes} |" in text, (name, minutes)
         seen |= {*lines}
 
 

@@ -165,6 +165,18 @@ def test_the_messages_are_in_the_library(name):
             assert library.find(quoted(message).encode()) > 0, message
 
 
+def test_each_row_of_a_table_has_the_cells_of_its_header():
+    """A row begins and ends with a pipe. One that is escaped ends no cell."""
+    tables = 0
+    for document in shown.DOCUMENTS:
+        for table in re.findall(r"(?:^ *\|.*\n)+", shown.without_code(document), re.MULTILINE):
+            header, *rows = [row.strip().replace(r"\|", "") for row in table.splitlines()]
+            tables += 1
+            for row in rows:
+                assert row.endswith("|") and row.count("|") == header.count("|"), (document, row)
+    assert tables > 30
+
+
 # ---- The pictures: each is drawn from committed logs, and a page shows it ----
 
 

@@ -22,7 +22,7 @@ class Skipped(Exception):
 
 
 def check(seconds, alone=False):
-    """Make a function a Check of its name; its docstring is what the page's table shows."""
+    """Make a function a Check of its name; its docstring says what it looks at."""
 
     def register(function):
         return Check(

@@ -1,7 +1,10 @@
 """What came of the checks, as FOLDER/one_gpu.json and docs/transcripts/one_gpu.json have it."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+
+from started import ROOT
 
 REPORT = "one_gpu.json"
 
@@ -17,6 +20,7 @@ class Machine:
     gpu: str | None = None  # its name; None: the GPU was pretended
     cuda: str | None = None  # versions; None without a GPU
     nccl: str | None = None
+    sources: str | None = None  # what sources() returned; None: it was not noted
 
 
 @dataclass
@@ -49,6 +53,19 @@ class Report:
 def what_is_known(entry):
     """The fields of an Entry that say something, as a dict."""
     return {name: value for name, value in asdict(entry).items() if value is not None}
+
+
+def sources():
+    """The sha256 of all scripts that a user would start, 12 digits."""
+    paths = [
+        path
+        for folder in ("recipes", "template", "tools")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    whole = hashlib.sha256()
+    for path in sorted([*ROOT.glob("0*_*.py"), *paths]):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()[:12]
 
 
 def load(path):

@@ -9,7 +9,7 @@ import time
 import traceback
 
 from one_gpu.check import Skipped
-from one_gpu.report import REPORT, Entry, Machine, Report, load
+from one_gpu.report import REPORT, Entry, Machine, Report, load, sources
 from one_gpu.shell import Shell
 
 AT_ONCE = 7  # checks side by side on one GPU, while nothing is timed
@@ -80,6 +80,7 @@ def this_machine(pretend):
         python=sys.version.split()[0],
         torch=torch.__version__,
         cores=os.cpu_count(),
+        sources=sources(),
     )
     if not pretend:
         machine.gpu = torch.cuda.get_device_name()

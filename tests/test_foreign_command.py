@@ -75,6 +75,12 @@ REPORT = SCRIPTS["report"]
         (REPORT, "ValueError: no data (train.py:7)"),
         (REPORT[REPORT.index("E1127") :], ""),
         ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
+        (
+            'Traceback (most recent call last):\n  File "/a/bin/torchrun", line 5, in <module>\n'
+            "ModuleNotFoundError: No module named 'torch'\n",
+            "ModuleNotFoundError: No module named 'torch' (/a/bin/torchrun is of a Python without"
+            " torch: activate the one that has it)",
+        ),
     ],
 )
 def test_the_error_of_the_script(printed, error):

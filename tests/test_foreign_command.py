@@ -69,6 +69,13 @@ def test_signals_leave_nothing(tmp_path, number):
 REPORT = SCRIPTS["report"]
 
 
+ACTIVATE, OTHER = "activate the one that has it", "/other/bin/torchrun"
+NO_TORCH = (
+    f'Traceback (most recent call last):\n  File "{OTHER}", line 5, in <module>\n'
+    "ModuleNotFoundError: No module named 'torch'\n"
+)
+
+
 @pytest.mark.parametrize(
     ("printed", "error"),
     [
@@ -76,10 +83,8 @@ REPORT = SCRIPTS["report"]
         (REPORT[REPORT.index("E1127") :], ""),
         ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
         (
-            'Traceback (most recent call last):\n  File "/a/bin/torchrun", line 5, in <module>\n'
-            "ModuleNotFoundError: No module named 'torch'\n",
-            "ModuleNotFoundError: No module named 'torch' (/a/bin/torchrun is of a Python without"
-            " torch: activate the one that has it)",
+            NO_TORCH,
+            NO_TORCH.splitlines()[-1] + f" ({OTHER} is of a Python without torch: {ACTIVATE})",
         ),
     ],
 )

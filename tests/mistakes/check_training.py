@@ -777,7 +777,7 @@ MISTAKES = {
             **before(REDUCE, "mean(inputs[:8])"),
         },
         "average_of_some_ranks",
-        "question: AveragedModel .* is updated 80 on rank 0, 0 on rank 1, and rank 1 calls it",
+        "question: AveragedModel .* has these numbers of updates: 80 on rank 0, 0 on rank 1. And rank 1",
         "AveragedModel(",
         False,
     ),

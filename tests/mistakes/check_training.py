@@ -777,7 +777,7 @@ MISTAKES = {
             **before(REDUCE, "mean(inputs[:8])"),
         },
         "average_of_some_ranks",
-        "question: AveragedModel .* has these numbers of updates: 80 on rank 0, 0 on rank 1. And rank 1",
+        "question: AveragedModel .* these numbers of updates: 80 on rank 0, 0 on rank 1. And",
         "AveragedModel(",
         False,
     ),

@@ -126,7 +126,9 @@ def forward(args, kwargs):
         seen, device = _look_into(args[1:], kwargs, ddp, call)
     all_used = None
     if gradients and known is not None and ddp.find_unused_parameters and not ddp.static_graph:
+        had_left_out = known.left_out
         all_used = _all_used(ddp, known, call)
+        turned = turned or known.left_out != had_left_out
     stand("forward", line)
     stretch = begins("forward", now())
     yield

@@ -31,10 +31,10 @@ SHARED_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by al
 NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend=c10d"
 
 # PARENT is torchrun, or a program between torchrun and python (a shell without exec, nsys), which
-# has torchrun's variables. Then ABOVE has handles of what is above it, torchrun's the last.
-with contextlib.suppress(OSError, AttributeError):  # a Mac, or a process of another user
-    pid = PARENT
-    while b"TORCHELASTIC_RUN_ID=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
+# has this rank's variables. Then ABOVE has handles of what is above it, torchrun's the last.
+with contextlib.suppress(OSError, AttributeError, KeyError):  # a Mac, another user, no torchrun
+    pid, mine = PARENT, f"\0TORCHELASTIC_ERROR_FILE={os.environ['TORCHELASTIC_ERROR_FILE']}\0"
+    while mine.encode() in b"\0" + pathlib.Path(f"/proc/{pid}/environ").read_bytes():
         pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         ABOVE.append(os.pidfd_open(pid))
 

@@ -69,12 +69,23 @@ def test_signals_leave_nothing(tmp_path, number):
 REPORT = SCRIPTS["report"]
 
 
+ACTIVATE, OTHER = "activate the one that has it", "/other/bin/torchrun"
+NO_TORCH = (
+    f'Traceback (most recent call last):\n  File "{OTHER}", line 5, in <module>\n'
+    "ModuleNotFoundError: No module named 'torch'\n"
+)
+
+
 @pytest.mark.parametrize(
     ("printed", "error"),
     [
         (REPORT, "ValueError: no data (train.py:7)"),
         (REPORT[REPORT.index("E1127") :], ""),
         ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
+        (
+            NO_TORCH,
+            NO_TORCH.splitlines()[-1] + f" ({OTHER} is of a Python without torch: {ACTIVATE})",
+        ),
     ],
 )
 def test_the_error_of_the_script(printed, error):

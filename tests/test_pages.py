@@ -4,6 +4,7 @@ import mmap
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 
 import pytest
@@ -52,6 +53,14 @@ def first_column(title, head):
     """The cells of the first column of the table with that head, as one text."""
     table = section(title).partition(f"| {head} |")[2].partition("\n\n")[0]
     return " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
+
+
+def test_the_page_of_trainers_has_the_tables_of_its_results(tmp_path):
+    page = tmp_path / "trainers.md"
+    shutil.copy(ROOT / "tools/trainers.md", page)
+    run(PYTHON, ROOT / "tests/trainers", "--page", page, cwd=tmp_path).ok()
+    assert page.read_text() == (ROOT / "tools/trainers.md").read_text()
+    assert page.read_text().count("nothing found") > 10
 
 
 def test_the_table_of_variables_is_what_torchrun_sets():

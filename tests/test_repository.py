@@ -59,6 +59,9 @@ NOT_RUN = {
         "test_recipes.py and test_pitfalls.py run it, in forked processes"
     ),
     "python tests/one_gpu FOLDER( --write)?": "needs a GPU; test_pages.py runs it without one",
+    "python tests/trainers --(right|mistakes all|kill|page tools/trainers.md)": (
+        "needs the trainers' packages: a job of .github/workflows/tests.yml has them"
+    ),
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",
     "python docs/pictures/draw.py( --redraw)?": "takes minutes; test_pages.py draws them anew",
@@ -252,7 +255,8 @@ def test_the_links_of_the_pages_lead_somewhere():
     pages = {
         str(path.relative_to(ROOT))
         for path in shown.DOCUMENTS
-        if not {"example", "trainer", "machines.md", "ADDING_A_RULE.md"} & {*path.parts}
+        if not {"example", "trainer", "machines.md", "ADDING_A_RULE.md", "trainers.md"}
+        & {*path.parts}
     }  # template/ and tools/ lead to these
     pages -= {"README.md"}
     assert pages - linked == set(), "README.md does not lead there"

@@ -1037,8 +1037,8 @@ def test_a_stream_goes_on_after_any_number_of_batches():
 # As torchrun does it: the rank leads a session of its own, and SIGTERM goes to all that is in it.
 LAUNCH = """
 import os, signal, subprocess, sys
-child = subprocess.Popen(
-    sys.argv[1:], start_new_session=True, env={**os.environ, "TORCHELASTIC_RUN_ID": "test"})
+of_the_rank = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_ERROR_FILE": "/tmp/of_this_rank"}
+child = subprocess.Popen(sys.argv[1:], start_new_session=True, env={**os.environ, **of_the_rank})
 signal.signal(signal.SIGTERM, lambda *_: os.killpg(child.pid, signal.SIGTERM))
 child.wait()
 """
@@ -1071,10 +1071,11 @@ print("has saved", flush=True)
 )
 def test_a_rank_ends_with_its_torchrun(by_hand, shell, moment, kill):
     """Also if torchrun is killed by SIGKILL, and can tell nobody; also behind a shell. A SIGTERM
-    ends the shell, and with it torchrun, before the rank has saved."""
-    with running(
-        PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK, cwd=ROOT / "template", env=by_hand(1)[0]
-    ) as job:
+    ends the shell, and with it torchrun, before the rank has saved. This torchrun itself is a rank
+    of another one, whose variables it has: it is no program between torchrun and python."""
+    env = by_hand(1)[0] | {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_ERROR_FILE": "/tmp/other"}
+    command = [PYTHON, "-c", LAUNCH, *shell, PYTHON, "-c", RANK]
+    with running(*command, cwd=ROOT / "template", env=env) as job:
         output = read_until(job, moment)
         assert ("Write exec before python" in output) == bool(shell)
         job.send_signal(kill)

@@ -124,6 +124,18 @@ IN_TURN = {
         "batch_sampler=DealtOut(RandomSampler(dataset, generator=numbers), 32)"
     ),
 }
+RARE = """class Rare(nn.Module):  # step 77 of rank 1 does not use its layer
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(64, 64), 0
+
+    def forward(self, x):
+        self.steps += 1
+        left_out = self.steps == 77 and dist.get_rank() == 1
+        return nn.functional.gelu(x if left_out else self.layer(x))
+
+
+"""
 NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the process
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
@@ -765,7 +777,7 @@ MISTAKES = {
             **before(REDUCE, "mean(inputs[:8])"),
         },
         "average_of_some_ranks",
-        "question: AveragedModel .* is updated 80 on rank 0, 0 on rank 1, and rank 1 calls it",
+        "question: AveragedModel .* these numbers of updates: 80 on rank 0, 0 on rank 1. And",
         "AveragedModel(",
         False,
     ),
@@ -1171,6 +1183,11 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "each forward leaves out a layer": {
         DATA: HALF + DATA,
         GELU: "nn.GELU(), Half(),",
+        "DDP(model)": "DDP(model, find_unused_parameters=True)",
+    },
+    "one rank leaves out a layer in step 77": {
+        MAIN: RARE + MAIN,
+        GELU: "Rare(),",
         "DDP(model)": "DDP(model, find_unused_parameters=True)",
     },
     "many small sums between the epochs, and few in a step": {

@@ -1,10 +1,12 @@
 """Start the scripts of this folder under check_training and kill_test: what is said of each?
 
-    python tests/trainers [NAME ...] [--kill] [--out trainers.json]
+    python tests/trainers [NAME ...] [--kill] [--out results.json]
 
 Each script runs in a fresh folder, right and with each of its mistakes (catalogue.py). Without
 --kill, check_training watches it. With --kill, kill_test kills each right script, and its verdicts
-come into the same JSON, beside what stood there. The packages: requirements-trainers.txt.
+come into the same JSON, beside what stood there. The exit status is 1 if check_training says
+something of a right script that is not in catalogue.py, or if it changes a result. --page writes
+the tables of tools/trainers.md. The packages are those of requirements-trainers.txt.
 """
 
 import argparse
@@ -12,7 +14,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import platform
 import re
 import signal
 import subprocess
@@ -21,32 +22,39 @@ import tempfile
 import time
 
 from catalogue import TRAINERS
+from page import expected, page
 
 HERE = pathlib.Path(__file__).resolve().parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 STANDALONE = ["--standalone"]
 # After a restart by torchrun, Gloo's ranks must not read the addresses of the dead.
 RESTARTS = ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-FIRST_LINES = 3  # of what is said, in the JSON
+# The JSON keeps these lines of kill_test.
+KILL_LINES = r"\d+ rounds, |undisturbed: |round \d+: |note: |\d+ of |(not )?proven: "
 
 
 def main():
     args = parse_args()
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    wrong = []
     for trainer, way, mistake in cases(args):
         row = find_row(rows, trainer, way, mistake)
         row |= killed(trainer, way, args) if args.kill else checked(trainer, way, mistake, args)
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"{trainer.name} {way} {mistake or 'right'}: {summary(row)}", file=sys.stderr)
-    print(table(rows))
+        print(f"{trainer.name} {way} {mistake or 'right'}: {summary(row)}", flush=True)
+        wrong += [f"{trainer.name} {way}: {each}" for each in unexpected(row, trainer)]
+    if args.page:
+        args.page.write_text(page(args.page.read_text(), rows, TRAINERS))
+    if wrong:
+        sys.exit("\n".join(["A right script must not be accused:", *wrong]))
 
 
 def cases(args):
     """Yield (trainer, name of the way, mistake or "") for each run that is asked for."""
-    for trainer in TRAINERS:
+    for trainer in () if args.page else TRAINERS:
         if args.names and trainer.name not in args.names:
             continue
-        for way in [""] if args.kill else trainer.ways:
+        for way in [""] if args.kill or args.one_way else trainer.ways:
             if not args.mistakes:
                 yield trainer, way, ""
         for mistake in () if args.kill or args.right else trainer.mistakes:
@@ -138,8 +146,9 @@ def checked(trainer, way, mistake, args):
         text = pathlib.Path(file.name).read_text()
     found = json.loads(text) if text else {"status": status, "said": [], "lines": []}
     row["with"] = {"status": status, "seconds": seconds, "sha256": checksums(output)}
-    row["said"], row["lines"] = found["said"], found["lines"]
-    row["first_lines"] = output.partition("- check_training -")[2].splitlines()[1:][:FIRST_LINES]
+    row["said"] = [{"level": each["level"], "what": each["what"]} for each in found["said"]]
+    unseen = ("no process", "the recorder")  # how the lines begin that say that it saw nothing
+    row["unseen"] = [line for line in found["lines"] if line.startswith(unseen)]
     return row
 
 
@@ -149,7 +158,7 @@ def killed(trainer, way, args):
     tool += ["--victims", "rank", "--"]
     words, env = command(trainer, way, RESTARTS), environment(trainer, way, "", args)
     output, status, seconds = run([*tool, *words], env, args.limit)
-    lines = [line for line in output.replace("\r", "\n").splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if re.match(KILL_LINES, line)]
     return {"kill": {"status": status, "seconds": seconds, "lines": lines}}
 
 
@@ -170,8 +179,7 @@ def sentences(row):
     """Return what check_training said, its level first; what it printed else, if it saw nothing."""
     words = {"found": "found", "asked": "question"}
     said = [f"{words[each['level']]}: {each['what']}" for each in row["said"]]
-    unseen = [line for line in row["lines"] if line.startswith(("no process", "the recorder"))]
-    return said + unseen or ["nothing found"]
+    return said + row["unseen"] or ["nothing found"]
 
 
 def same_result(row):
@@ -181,25 +189,14 @@ def same_result(row):
     return "same bits" if same else f"{row['without']['sha256']}, {row['with']['sha256']}"
 
 
-def table(rows):
-    """Return the rows as two tables in Markdown: the right scripts, and the mistakes."""
-    lines = []
-    for mistakes in (False, True):
-        lines += ["", "| Trainer | Script | s without, with | Result | What is said | kill_test |"]
-        lines += ["|---|---|---|---|---|---|"]
-        for row in rows:
-            if bool(row["mistake"]) != mistakes or "with" not in row:
-                continue
-            versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-            what = row["mistake"] and f"{row['mistake']}: {row['wrong']}" or row["way"] or "right"
-            seconds = [str(row[key]["seconds"]) for key in ("without", "with") if key in row]
-            said = "<br>".join(sentences(row))
-            kill = row.get("kill", {}).get("lines", [])
-            verdicts = "<br>".join(line for line in kill if re.match(r"round \d|\d+ of ", line))
-            cells = row["trainer"] + f" ({versions})", what, ", ".join(seconds), same_result(row)
-            lines.append("| " + " | ".join([*cells, said, verdicts]).replace("\n", " ") + " |")
-    lines.append(f"\nPython {platform.python_version()}, {os.cpu_count()} cores, Gloo, 2 ranks.")
-    return "\n".join(lines)
+def unexpected(row, trainer):
+    """Return what should not have come of a right script: words, none of them if all is well."""
+    if row["mistake"] or "with" not in row:
+        return []
+    wrong = [each["what"] for each in row["said"] if not expected(each, trainer)] + row["unseen"]
+    if row["with"]["status"] or row["without"]["status"]:
+        wrong.append("it failed")
+    return wrong + ([] if same_result(row) == "same bits" else [same_result(row)])
 
 
 def parse_args():
@@ -208,6 +205,8 @@ def parse_args():
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--mistakes", nargs="+", help="these alone, or all")
     parser.add_argument("--right", action="store_true", help="the right scripts alone")
+    parser.add_argument("--one-way", action="store_true", help="each script in its first way alone")
+    parser.add_argument("--page", type=pathlib.Path, help="run nothing: write this page's tables")
     parser.add_argument("--both", action="store_true", help="mistakes without the tool, too")
     parser.add_argument(
         "--set",
@@ -221,7 +220,7 @@ def parse_args():
     parser.add_argument("--seconds", type=int, default=180, help="check_training's")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one kill_test")
     parser.add_argument("--tools", type=pathlib.Path, default=HERE.parent.parent / "tools")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("trainers.json"))
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
     if unknown := set(args.names) - set(known):
         parser.error(f"no such trainer: {', '.join(sorted(unknown))}")

@@ -6,18 +6,27 @@ from dataclasses import dataclass, field
 @dataclass
 class Trainer:
     name: str  # as the command line takes it
+    title: str  # as people call it
     script: str  # in this folder
     packages: tuple[str, ...]  # whose versions are reported
     # Other right ways to start it: {name: environment}. "" is how it is started for mistakes.
     ways: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
     mistakes: dict[str, str] = field(default_factory=dict)  # {MISTAKE: what is wrong then}
+    # What check_training says of the right script: patterns. All that it says must match one.
+    says: tuple[str, ...] = ()
+    why: str = ""  # a killed run is equal, or not, by the trainer's sources
 
 
 TRAINERS = [
     Trainer(
         "transformers",
+        "transformers' Trainer",
         "hf_trainer.py",
         ("transformers", "accelerate"),
+        says=(
+            "^all ranks draw the same random numbers",  # set_seed(args.seed) on each rank
+            "has find_unused_parameters=True, and each",  # ddp_find_unused_parameters's default
+        ),
         ways={"": {}, "torch imported first": {"TORCH": "first"}},
         mistakes={
             "own_loader": "a training loader of one's own is not prepared: all ranks take all",
@@ -34,6 +43,7 @@ TRAINERS = [
         },
     ),
     Trainer(
+        "accelerate",
         "accelerate",
         "accelerate_loop.py",
         ("accelerate",),
@@ -52,6 +62,7 @@ TRAINERS = [
     ),
     Trainer(
         "lightning",
+        "Lightning's Trainer",
         "lightning_fit.py",
         ("lightning",),
         ways={
@@ -69,6 +80,7 @@ TRAINERS = [
     ),
     Trainer(
         "torchvision",
+        "torchvision's reference",
         "torchvision_reference.py",
         ("torchvision",),
         mistakes={
@@ -78,6 +90,7 @@ TRAINERS = [
     ),
     Trainer(
         "timm",
+        "timm's train.py",
         "timm_train.py",
         ("timm",),
         mistakes={
@@ -87,6 +100,7 @@ TRAINERS = [
     ),
     Trainer(
         "nanogpt",
+        "nanoGPT's train.py",
         "nanogpt_loop.py",
         ("torch",),
         mistakes={
@@ -96,6 +110,7 @@ TRAINERS = [
     ),
     Trainer(
         "mingpt",
+        "minGPT-ddp",
         "mingpt_trainer.py",
         ("torch",),
         mistakes={
@@ -103,5 +118,5 @@ TRAINERS = [
             "clip_before_unscale": "gradients are clipped that GradScaler still multiplies",
         },
     ),
-    Trainer("fsdp2", "fsdp2_loop.py", ("torch",)),
+    Trainer("fsdp2", "FSDP2 by hand", "fsdp2_loop.py", ("torch",)),
 ]

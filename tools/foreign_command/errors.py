@@ -19,6 +19,7 @@ NAMES_AN_ERROR = re.compile(r"(?i)\berror\b|Err(or|no)\b")
 CRASH = re.compile(r"Signal \d+ \(SIG(SEGV|ABRT|BUS|FPE|ILL)")  # torchrun's words about a rank
 RANK_IN_FRONT = re.compile(r"^\[(rank|default) ?\d+(/\d+)?\]:? ?")
 FRAME = re.compile(r' +File "(.+)", line (\d+)')
+NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
 LIBRARY = re.compile(r"/(site-packages|lib/python[\d.]+)/|^<")  # a file that is not the script's
 
 
@@ -44,7 +45,7 @@ def split_tracebacks(lines):
     (train.py:7)". No text has the rank in front.
     """
     tracebacks, others = [], []
-    inside, where = False, ""
+    inside, where, path = False, "", ""
     for line in lines:
         text = RANK_IN_FRONT.sub("", line.text)
         frame = FRAME.match(text)
@@ -55,9 +56,11 @@ def split_tracebacks(lines):
                 others.append(line._replace(text=text))
         elif frame:
             if not LIBRARY.search(frame[1]):
-                where = f" ({os.path.basename(frame[1])}:{frame[2]})"
+                path, where = frame[1], f" ({os.path.basename(frame[1])}:{frame[2]})"
         elif re.match(r"\S", text):  # the last line of the traceback
             inside = False
+            if text == NO_TORCH and os.path.basename(path) == "torchrun":
+                where = f" ({path} is of a Python without torch: activate the one that has it)"
             if not LAUNCHERS.match(text):
                 tracebacks.append(text + where)
     return tracebacks, others

@@ -37,6 +37,8 @@ class KnownDDP:
 
     number: int  # of all that were made
     names: set[str]  # in its state_dict()
+    has_exchanged: bool = False  # a call of it had the exchange on
+    left_out: bool = False  # an exchange has not used a parameter, on some rank
 
 
 @dataclass
@@ -122,6 +124,11 @@ def forward(args, kwargs):
     looked, seen = looked_at(call), {}
     if looked:
         seen, device = _look_into(args[1:], kwargs, ddp, call)
+    all_used = None
+    if gradients and known is not None and ddp.find_unused_parameters and not ddp.static_graph:
+        had_left_out = known.left_out
+        all_used = _all_used(ddp, known, call)
+        turned = turned or known.left_out != had_left_out
     stand("forward", line)
     stretch = begins("forward", now())
     yield
@@ -139,9 +146,25 @@ def forward(args, kwargs):
         gradients=gradients,
         training=training,
         exchanges=exchanges,
-        left_out=_left_out(ddp),
+        all_used=all_used,
         **seen,
     )
+
+
+def _all_used(ddp, known, call):
+    """Return whether each exchange so far has used all parameters, on all ranks; None: not known.
+
+    DDP sums up over the ranks which parameters were used, and keeps that until the next exchange.
+    """
+    has_exchanged = known.has_exchanged
+    known.has_exchanged |= ddp.require_backward_grad_sync
+    if not has_exchanged:  # the figures are not set yet
+        return None
+    used = ddp.reducer._get_local_used_map()  # for each parameter, how many ranks have used it
+    if not readable(used, call):
+        return None
+    known.left_out |= int(used.min()) < dist.get_world_size(ddp.process_group)
+    return not known.left_out
 
 
 def follow(number, training, exchanges):
@@ -182,13 +205,6 @@ def _called(module):
     """Note that the module of a DDP object is called, and not that object."""
     if torch.is_grad_enabled() and any(module is ddp.module for ddp in list(state.wrappers)):
         note(BareCall, line=where())
-
-
-def _left_out(ddp):
-    """Return the bytes of the parameters that DDP found unused; None: it does not look for them."""
-    if not ddp.find_unused_parameters or ddp.static_graph:
-        return None
-    return ddp._get_ddp_logging_data().get("unused_parameter_size")
 
 
 def _look_into(inputs, options, ddp, call):

@@ -29,9 +29,9 @@ class Forward(Record):
     gradients: bool  # they are on
     training: bool
     exchanges: bool  # its backward() will average gradients: no_sync() and the like are off
-    # bytes of the parameters that a forward before this one left out, by DDP's own figures, which
-    # it takes in the first ten steps and in each hundredth; None: it does not look for them
-    left_out: int | None = None
+    # All exchanges before this call have used all parameters, on all ranks. None: DDP does not
+    # search for unused ones, or it was not looked at (on a GPU after the first steps).
+    all_used: bool | None = None
     rows: int | None = None  # of the first tensor that goes in; None: not looked at
     batch: list[int] | None = None  # bits of the first three tensors; None: not looked at
     random_state: int | None = None  # bits of the generator's state before; None: not looked at

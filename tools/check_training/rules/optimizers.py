@@ -155,7 +155,7 @@ def average_of_some_ranks(run):
         if callers:
             line = averages[callers[0]].line
             yield Question(
-                f"AveragedModel ({line}) is updated {on_each(updates)}, and"
+                f"AveragedModel ({line}) has these numbers of updates: {on_each(updates)}. And"
                 f" {ranks_in_words(callers)} calls it, too",
                 "each rank has an average of its own: update it on all ranks",
                 SILENT,

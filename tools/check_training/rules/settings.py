@@ -65,11 +65,10 @@ def looks_for_unused_parameters(run):
     that leaves it out rarely may not have done so yet: therefore it is a question.
     """
     for forwards in run.forwards():
-        sizes = [
-            [each.left_out for each in of.values() if each.left_out is not None]
-            for of in forwards.of.values()
-        ]
-        if all(len(each) > 7 and not any(each) for each in sizes):
+        calls = [call for of in forwards.of.values() for call in of.values()]
+        looked_at = [call for call in calls if call.all_used is not None]
+        is_long = max((call.number for call in looked_at), default=0) > 8
+        if is_long and all(call.all_used for call in looked_at):
             yield Question(
                 f"DDP() of {forwards.wrapped.line} has find_unused_parameters=True, and each"
                 " forward that was looked at used all parameters",

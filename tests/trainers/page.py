@@ -1,0 +1,72 @@
+"""The tables of tools/trainers.md, from the results of the runs (results.json)."""
+
+import re
+
+
+def page(text, rows, trainers):
+    """Return a page with its tables written anew.
+
+    text: the page as it is. rows: what results.json holds. trainers: those of catalogue.py.
+    """
+    known = {trainer.name: trainer for trainer in trainers}
+    rows = sorted(rows, key=lambda row: list(known).index(row["trainer"]))
+    for name, lines in ("right", right(rows, known)), ("mistakes", mistakes(rows, known)):
+        start, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
+        before, rest = text.split(start)
+        text = before + start + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
+    return text
+
+
+def right(rows, known):
+    """Yield the lines of the table of right scripts."""
+    yield "| Script | check_training says | kill_test says | Why |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        if row["mistake"] or "with" not in row:
+            continue
+        trainer = known[row["trainer"]]
+        name = trainer.title + (row["way"] and f", {row['way']}")
+        script = f"[{name}](../tests/trainers/{trainer.script})"
+        said = sentences(row["said"], "nothing found")
+        yield cells(script, said, verdict(row), trainer.why if "kill" in row else "")
+    packages = {}
+    for row in rows:
+        packages |= row["versions"]
+    yield f"\nWith {', '.join(f'{name} {v}' for name, v in sorted(packages.items()))}."
+
+
+def mistakes(rows, known):
+    """Yield the lines of the table of mistakes."""
+    yield "| Trainer | What is wrong | check_training says |"
+    yield "|---|---|---|"
+    for row in rows:
+        if row["mistake"] and "with" in row:
+            trainer = known[row["trainer"]]
+            more = [each for each in row["said"] if not expected(each, trainer)]
+            yield cells(trainer.title, row["wrong"], sentences(more, "nothing"))
+
+
+def expected(each, trainer):
+    """Is this said of the right script, too?"""
+    return any(re.search(pattern, each["what"]) for pattern in trainer.says)
+
+
+def sentences(said, nothing):
+    """Return what check_training said, each sentence with its level."""
+    words = {"found": "found", "asked": "question"}
+    return "<br>".join(f"{words[each['level']]}: {each['what']}" for each in said) or nothing
+
+
+def verdict(row):
+    """Return kill_test's total, and what it says of the rounds that were not as they should."""
+    lines = row.get("kill", {}).get("lines", [])
+    total = [line.partition(";")[0] for line in lines if re.match(r"\d+ of \d+ rounds", line)]
+    others = set()
+    for line in lines:
+        if match := re.match(r"round \d+: (?!equal, went on)([^;:]*)", line):
+            others.add(match[1])
+    return "<br>".join(total + sorted(others))
+
+
+def cells(*texts):
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"

@@ -115,6 +115,12 @@ DEALT_OUT = """class DealtOut(torch.utils.data.BatchSampler):  # batches, to eac
 
 """
 MAIN, END = line("def main"), "sampler=sampler)\n"
+FSDP2 = {  # with a forward pass before the optimizer is made
+    WRAP: "    from torch.distributed.fsdp import fully_shard\n"
+    "    fully_shard(model, mesh=dist.init_device_mesh('cpu', (2,)))\n"
+    "    model(inputs[:2])\n",
+    SAVE: "",
+}
 ALIKE = "    numbers = torch.Generator().manual_seed(3)\n"
 IN_TURN = {
     MAIN: DEALT_OUT + MAIN,
@@ -220,6 +226,20 @@ MISTAKES = {
         "weights_come_apart",
         "found: .*no_sync",
         STEP,
+        False,
+    ),
+    "an optimizer of gathered copies": (
+        FSDP2,
+        "made_of_copies",
+        "found: 4 of the optimizer's 4 parameters .* are copies",
+        OPT,
+        False,
+    ),
+    "a group that one rank alone makes": (
+        before(EPOCHS, "if dist.get_rank() == 0: dist.new_group([0])"),
+        "groups_differ",
+        "question: the ranks make other groups, from number 1 on",
+        None,
         False,
     ),
     "two forwards": (
@@ -946,6 +966,11 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "    tests = TensorDataset(inputs[:100])",
         "    for x, in DataLoader(tests, batch_sampler=DealtOut(range(100), 10)):",
         "        sums += torch.tensor([model.module(x).sum(), len(x)])",
+    ),
+    "a forward pass, and shards again": FSDP2 | {OPT: "    model.reshard()\n" + OPT},
+    "a group that its members make": before(
+        EPOCHS,
+        "if dist.get_rank() == 0: dist.new_group([0], use_local_synchronization=True)",
     ),
     "rank 0 reads, and sends": {
         LOOP: (

@@ -12,7 +12,7 @@ from check_training.records.base import Print
 from check_training.records.data import Listed, Pass, Progress, SubsetMade
 from check_training.records.model import Forward, Wrapped
 from check_training.records.optimizer import Clip, Optimizer, Step, ThrownAway
-from check_training.records.process import Call, Joined, Uses
+from check_training.records.process import Call, GroupMade, Joined, Uses
 from check_training.runs import Rank, Run
 
 NOTHING = None
@@ -374,4 +374,22 @@ STEPS = [
     ("summed_again", NOTHING, both(steps, more=calls(3, True))),
     ("summed_again", NOTHING, both(steps, more=calls(9, False))),
 ]
-CASES = SETS + STEPS
+
+
+# ---- Groups that the ranks make ----
+
+
+def made(*groups):
+    """Return the records of a rank that makes some groups, each a list of ranks."""
+    return [GroupMade(1.0, "a.py:9", number, ranks) for number, ranks in enumerate(groups)]
+
+
+STILL = {"cut": True, "stalled": True}
+GROUPS = [
+    ("groups_differ", Found, run_of(made([0], [0, 1]), made([0, 1]), **STILL)),
+    ("groups_differ", Found, run_of(made([0, 1], [0]), made([0, 1]), **STILL)),
+    ("groups_differ", NOTHING, run_of(made([0, 1], [0]), made([0, 1]), cut=True)),  # not there yet
+    ("groups_differ", NOTHING, run_of(made([0], [0, 1]), made([0], [0, 1]), **STILL)),
+]
+
+CASES = SETS + STEPS + GROUPS

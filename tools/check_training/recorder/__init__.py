@@ -16,6 +16,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     model.py           DDP objects: how they were made, and their forward passes
     parameters.py      parameters that are trained, and belong to no model
     state_dicts.py     a module's state_dict() and load_state_dict()
+    shards.py          parameters that FSDP2 has gathered
     optimizer.py       optimizers and their steps
     gradients.py       backward(), zero_grad(), clipping
     schedules.py       schedules of the learning rate, averaged models

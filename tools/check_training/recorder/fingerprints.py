@@ -35,6 +35,8 @@ def readable(tensor, step=LATER):
         return False
     if torch._C._len_torch_dispatch_stack():
         return False
+    if tensor.numel() and not tensor.untyped_storage().size():  # FSDP2 has freed its memory
+        return False
     if tensor.device.type == "cpu":
         return True
     if step >= FIRST or tensor.device.type == "meta":

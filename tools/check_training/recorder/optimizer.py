@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
-from . import model
+from . import model, shards
 from . import parameters as model_parameters
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, prints, readable
@@ -34,6 +34,7 @@ class KnownOptimizer:
 
     key: str
     line: str  # that made it
+    gathered: list[str] = field(default_factory=list)  # as in Optimizer
     step: int = 0  # number of its next step
     begun: float | None = None  # seconds, when the step that runs began
     listed: int | None = None  # so many parameters were in its record
@@ -111,7 +112,8 @@ def made(result, args, kwargs):
     inner = any(OPTIMIZERS_OF_RANKS in file for file in innermost_files(4))
     if not inner or ".distributed.optim" in type(optimizer).__module__:
         lines, number = site("o")
-        state.known[optimizer] = KnownOptimizer(f"{lines} {number}", where())
+        copies = shards.gathered(parameters_of(optimizer))
+        state.known[optimizer] = KnownOptimizer(f"{lines} {number}", where(), copies)
 
 
 @around(torch_optimizer.Optimizer, "load_state_dict")
@@ -241,6 +243,7 @@ def describe(optimizer, known, parameters):
         threads=torch.get_num_threads(),
         detects_anomalies=torch.is_anomaly_enabled(),
         unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
+        gathered=known.gathered,
     )
 
 

@@ -1,4 +1,6 @@
-"""Joining and leaving the default group, and collective calls: notes Joined, Left, Uses, Call.
+"""Joining and leaving the default group, and collective calls.
+
+Notes Joined, Left, Uses, GroupMade, Call.
 
 A group of the script's own counts its calls by itself. Threads may call several groups at once.
 """
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
-from ..records.process import Call, Joined, Left
+from ..records.process import Call, GroupMade, Joined, Left
 from . import model, optimizer, passes
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
@@ -53,6 +55,7 @@ TO_ONE = [
     "recv_object_list",
 ]
 MOST_CALLS = 3000  # that are noted, in each group
+MOST_GROUPS = 300  # that are noted
 # Settings with which each step waits: for the GPU, and for a check of all calls.
 DEBUGGING = (("CUDA_LAUNCH_BLOCKING", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
 
@@ -63,6 +66,7 @@ class Groups:
 
     names: dict[str, str] = field(default_factory=dict)  # {torch's name: Call.group}
     calls: dict[str, int] = field(default_factory=dict)  # {Call.group: how many}
+    made: int = 0  # calls of new_group(), as in GroupMade
 
 
 state = kept(Groups())
@@ -129,10 +133,19 @@ for _name in TO_ONE:
     before(c10d, _name, also=[dist], closed=True)(sends_to_one)
 
 
-@before(c10d, "new_group", also=[dist], closed=True)
+@around(c10d, "new_group", also=[dist], closed=True, even_if_it_fails=True)
 def makes_a_group(args, kwargs):
-    """Note that the script has groups of its own."""
+    """Note that the script has groups of its own, and that the process waits for their members."""
     uses("groups")
+    line = where()
+    given = args[0] if args else kwargs.get("ranks")
+    if not kwargs.get("use_local_synchronization") and state.made < MOST_GROUPS:
+        ranks = range(dist.get_world_size()) if given is None else given
+        note(GroupMade, line=line, number=state.made, ranks=sorted(map(int, ranks)))
+        state.made += 1
+    stand("new_group", line)
+    result = yield
+    stand_no_more("new_group", line, failed=result is RAISED)
 
 
 @before(Join, "__enter__")

@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import threading
 
 import torch
 
@@ -53,8 +54,11 @@ def where():
             name, calls = package_of(path), calls + 1
             innermost.setdefault(name, frame)
         frame = frame.f_back
+    if frame is None and innermost:
+        return _line(next(iter(innermost.values())))
     if frame is None:
-        return _line(next(iter(innermost.values()))) if innermost else "?"
+        is_main = threading.current_thread() is threading.main_thread()
+        return "?" if is_main else "? (in a thread of torch's own)"
     if calls < CALLS_OF_A_TRAINER:
         return _line(frame)
     return f"{_line(innermost[name])} of {name}, from {_line(frame)}"

@@ -1,6 +1,6 @@
 """Optimizers and their steps, clipping, schedules of the learning rate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .base import Print, Record
 
@@ -27,6 +27,8 @@ class Optimizer(Record):
     threads: int  # torch.get_num_threads()
     detects_anomalies: bool  # torch.autograd.set_detect_anomaly is on
     unasked_float64: bool  # a parameter is float64, and that is not the default type
+    # Names of parameters that were copies when it was made: FSDP2 had gathered them.
+    gathered: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -48,6 +48,15 @@ FEATURES = {
 
 
 @dataclass(slots=True)
+class GroupMade(Record):
+    """new_group() is called. Not noted where its members alone are to call it."""
+
+    line: str
+    number: int  # of these calls
+    ranks: list[int]  # in the group, sorted
+
+
+@dataclass(slots=True)
 class Call(Record):
     """A collective call, when it has ended. Of each group, the first 3,000 are noted.
 

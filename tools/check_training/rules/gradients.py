@@ -94,7 +94,28 @@ def are_cleared_too_late(own):
     return most(len(late), len(own.steps))
 
 
-@rule()
+@rule("copies")
+def made_of_copies(run):
+    """The optimizer has weights that FSDP2 had gathered for a forward pass: it never changes them.
+
+    Looks alike, and is right: an optimizer that is made anew before the first step; parameters
+    that fully_shard() was told to ignore.
+    """
+    for own in steps_of_each_rank(run):
+        copies, count = own.optimizer.gathered or [], len(own.optimizer.shapes)
+        bare = [step for step in own.steps if step.without_gradient >= len(copies)]
+        if copies and most(len(bare), len(own.steps)):
+            yield Found(
+                f"{len(copies)} of the optimizer's {count} parameters ({', '.join(copies[:3])};"
+                f" {own.optimizer.line}) are copies, which FSDP2 had gathered for a forward pass:"
+                " they stay as they are",
+                "make the optimizer before the first forward pass, or call model.reshard() before",
+                SILENT,
+                once=f"copies {own.optimizer.optimizer}",
+            )
+
+
+@rule(unless={"copies"})
 def no_gradient_at_all(run):
     """None of the optimizer's parameters ever has a gradient: it is not the model that is trained.
 

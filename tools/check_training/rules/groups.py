@@ -5,7 +5,7 @@ import json
 
 from ..findings import Found, Question, rule
 from ..records.model import Forward
-from ..records.process import Call, Started
+from ..records.process import Call, GroupMade, Started
 from ..words import differ, in_words
 
 # Calls whose tensor has the same size on all ranks.
@@ -77,6 +77,38 @@ def calls_by_line(run, rank, ddp):
     """Return a Counter of the lines at which a rank has called a DDP object."""
     forwards = run.ranks[rank].records(Forward)
     return collections.Counter(each.line for each in forwards if each.ddp == ddp)
+
+
+@rule("calls")
+def groups_differ(run):
+    """The n-th group that the ranks make is another one on some rank, or some rank makes none.
+
+    It is a question if the run has come to its end: Gloo may do without the ranks outside a group.
+
+    Looks alike, and is right: groups that their members alone are to make, which are not noted.
+    """
+    notes = run.records_by_rank(GroupMade)
+    made = {rank: {each.number: each for each in own} for rank, own in notes.items()}
+    for number in range(max(map(len, made.values()))):
+        row = {rank: groups.get(number) for rank, groups in made.items()}
+        missing = [rank for rank, group in row.items() if group is None]
+        never = bool(missing) and will_never_come(run, missing)
+        if never or differ(group.ranks for group in row.values() if group is not None):
+            kind = Found if run.cut else Question
+            yield kind(
+                f"the ranks make other groups, from number {number + 1} on",
+                "; ".join(group_in_words(*each) for each in sorted(row.items())[:3])
+                + ": all ranks call new_group() for each group, in the same order",
+                "pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
+            )
+            return
+
+
+def group_in_words(rank, group):
+    """Return "rank 0 one of ranks 2 and 3 at train.py:42"; group: a GroupMade, or None."""
+    if group is None:
+        return f"rank {rank} none"
+    return f"rank {rank} one of {in_words(group.ranks)} at {group.line}"
 
 
 @rule("calls", unless={"calls"})

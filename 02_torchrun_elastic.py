@@ -92,7 +92,6 @@ def train(device, args):
             log("crash on purpose, before this epoch is saved", every_rank=True)
             os.kill(os.getpid(), signal.SIGKILL)  # the others wait until torchrun ends them
         accuracy = evaluate(model, test_set, device)
-        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         if due and rank == 0:  # all that changes (a schedule, too); resume loads no other types
             save(

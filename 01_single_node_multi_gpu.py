@@ -132,7 +132,7 @@ def evaluate(model, test_set, device):
 
 
 def compare_gradients(model, loader, device):
-    """Compare DDP's gradient with that of the whole batch. (Layers for training alone? Delete it.)"""
+    """Compare DDP's gradient with that of the whole batch. (A head for training? Delete it.)"""
 
     def gradient(net, images, labels):
         net.zero_grad()

@@ -13,7 +13,8 @@ import torch
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
 sys.path.insert(0, str(ROOT / "tools"))
-from kill_test import comparing, records
+import foreign_command
+from kill_test import comparing, judging, options, reading, records, reference, words
 
 KILL_TEST, LONG = ROOT / "tools/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
@@ -26,7 +27,8 @@ SCRIPTS = dict(
         re.MULTILINE,
     )
 )
-CASES = [[word.strip() for word in name.split("|", 3)] for name in SCRIPTS if "|" in name]
+CASES = [[word.strip() for word in name.split("|", 3)] for name in SCRIPTS if " | " in name]
+CASES = [case for case in CASES if not case[0].startswith("fed: ")]
 JOB = SCRIPTS["job.py"]
 
 
@@ -138,6 +140,46 @@ def test_a_verdict_is_true(tmp_path, name, options, status, said):
         env=env,
     )
     assert result.status == int(status) and re.search(said, result.output), result.output
+
+
+def lines_of(text):
+    """Yield the lines of "step {} :: 1-3 5": step 1, step 2, step 3 and step 5."""
+    for line in text.splitlines():
+        form, _, numbers = line.partition(" :: ")
+        for part in numbers.split() or ["0"]:
+            first, _, last = part.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                yield form.replace("{}", str(number))
+
+
+def feed(test, text, ranks):
+    """Return a records.Run whose ranks print these lines, one a second, and are killed."""
+    run = records.Run(test.base, starts=1, saved=1.0, shares_store=True)
+    for line in lines_of(text):
+        run.seconds += 1
+        if line == "kill":
+            of_victim = "rank", "rank 0", 1, run.seconds, run.lines, run.last_of_start
+            run.kills.append(records.Kill(*of_victim, {}, set(), False, restarted=True))
+            continue
+        stream, text = ("stderr", line[8:]) if line.startswith("stderr: ") else ("stdout", line)
+        reading.note_lines(test, run, [foreign_command.Line(run.seconds, text, stream)])
+    run.lives = {("rank", 1): records.Life("rank", 0.0, run.seconds)} if ranks else {}
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.startswith("fed: ")])
+def test_lines_are_read_and_judged(tmp_path, name):
+    """Lines of an undisturbed run and of a round, without a process."""
+    said = name.partition("|")[2].strip()
+    undisturbed, round_1 = SCRIPTS[name].split("then\n")
+    test = records.KillTest(options.parse(["--", "job"], ""), base=str(tmp_path))
+    test.reference = reference.read_reference(test.options, feed(test, undisturbed, ranks=True))
+    run = feed(test, round_1, ranks=False)
+    played = records.Round(1, run, judging.judge(test.options, test.reference, run))
+    lines = [f"note: {text}" for text in words.about_reference(test)]
+    lines += words.describe(played, test.reference)
+    lines += words.summary(test.options, test.reference, [played])
+    assert re.search(said, "\n".join(lines)), "\n".join(lines)
 
 
 def test_ctrl_c_ends_all_processes(tmp_path):

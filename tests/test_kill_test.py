@@ -1,7 +1,9 @@
 """tools/kill_test.py finds what a kill can cost, and lets a script pass that loses nothing."""
 
+import json
 import os
 import pathlib
+import random
 import re
 import shlex
 import signal
@@ -14,7 +16,18 @@ from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait
 
 sys.path.insert(0, str(ROOT / "tools"))
 import foreign_command
-from kill_test import comparing, judging, options, reading, records, reference, words
+from kill_test import (
+    comparing,
+    drawing,
+    judging,
+    options,
+    processes,
+    reading,
+    records,
+    reference,
+    watching,
+    words,
+)
 
 KILL_TEST, LONG = ROOT / "tools/kill_test.py", pytest.mark.long
 # Its first draws kill in the middle, when something is saved.
@@ -182,11 +195,14 @@ def test_lines_are_read_and_judged(tmp_path, name):
     assert re.search(said, "\n".join(lines)), "\n".join(lines)
 
 
-def test_ctrl_c_ends_all_processes(tmp_path):
+@pytest.mark.parametrize("keep", [(), ("--keep",)])
+def test_ctrl_c_ends_all_processes(tmp_path, keep):
+    """With --keep, what the runs have left stays."""
     (tmp_path / "job.py").write_text(JOB)
     with running(
         PYTHON,
         KILL_TEST,
+        *keep,
         "--",
         PYTHON,
         "job.py",
@@ -201,7 +217,74 @@ def test_ctrl_c_ends_all_processes(tmp_path):
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 130 and "ended by Ctrl-C" in output, output
         assert not family(process)
-        assert os.listdir(tmp_path) == ["job.py"]
+        kept = [os.path.basename(path) for path in re.findall("kept: (.+)", output)]
+        assert sorted(os.listdir(tmp_path)) == ["job.py", *kept] and len(kept) == len(keep), output
+
+
+def test_a_victims_last_line_is_of_its_own_start():
+    run = records.Run("/none", last_of_start="a traceback of the start before", ranks={1})
+    run.kills.append(records.Kill("rank", "rank 0", 1, 1.0, 1, "step 1", {}, set(), False))
+    roles = processes.Roles()
+    roles.add("rank", "rank 0", 2)
+    watching.watch(run, options.parse(["--", "job"], ""), {}, roles, 0)
+    assert run.kills[0].restarted and run.last_of_start == ""
+
+
+def test_the_fifth_round_kills_after_the_last_step():
+    marks = [records.Mark(("step",), (number,), "") for number in range(3)]
+    run = records.Run("/none", seconds=10.0, saved=1.0)
+    seen = {kind: records.Span(0.5, 9.0) for kind in options.KINDS}
+    shown_by = (marks[0].kind, marks, [2.0, 4.0, 6.0])
+    undisturbed = records.Reference(run, "", seen, *shown_by, 0, False, {}, 30.0, 900.0)
+    asked = options.parse(["--", "job"], "")
+    for draw in range(9):
+        (kill,) = drawing.draw_late_kill(asked, random.Random(draw), undisturbed, 1.0)
+        assert kill.kind == "rank" and kill.marks == 3 and 0 <= kill.seconds <= 3
+    assert drawing.LATE_ROUND == 5  # as the page says
+
+
+def test_tqdm_may_be_missing():
+    code = "import sys; sys.modules['tqdm'] = None; sys.path.insert(0, 'tools')\n"
+    code += "from kill_test import words; words.say('said'); print(*words.with_bar([1, 2]))"
+    assert run(PYTHON, "-c", code, cwd=ROOT, env=ACTIVE).ok().output == "said\n1 2\n"
+
+
+def safetensors(**tensors):
+    """Return a file of safetensors, as bytes."""
+    places, numbers = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        begin, numbers = len(numbers), numbers + tensor.numpy().tobytes()
+        offsets = {"data_offsets": [begin, len(numbers)]}
+        places[name] = {"dtype": "F32", "shape": [*tensor.shape]} | offsets
+    header = json.dumps(places).encode()
+    return len(header).to_bytes(8, "little") + header + numbers
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({}, None),
+        ({"a.safetensors": 2.0}, r"out\['a.safetensors'\]\['weight'\]: .*: 2 / 6 .*: 2.0 at .*"),
+        ({"rng.pth": 2.0}, r"out\['rng.pth'\]: .*: 2 / 6 .*"),
+        ({"args.bin": 2.0}, r"out\['args.bin'\] is bytes with sha256 .*"),
+        ({"log/new": 2.0}, r"out\['log/new'\] is new"),
+    ],
+)
+def test_a_folder_is_compared_file_by_file(tmp_path, change, difference):
+    runs = []
+    for name, factors in ("undisturbed", {}), ("round", change):
+        out = tmp_path / name / "work/out"
+        (out / "log").mkdir(parents=True)
+        for file in {"a.safetensors": 1, "rng.pth": 1, "args.bin": 1} | factors:
+            weight = torch.tensor([[0.0, 0.0, 2.0], [2.0, 0.0, 0.0]]) * factors.get(file, 1)
+            if file.endswith(".pth"):
+                torch.save(weight, out / file)
+            else:
+                data = safetensors(empty=torch.ones(0, 2), weight=weight)
+                (out / file).write_bytes(data if "." in file else b"text")
+        runs.append(records.Run(str(tmp_path / name)))
+    found = comparing.difference_of_files(["out/"], *runs)
+    assert found is difference or re.fullmatch(difference, found.text)
 
 
 SNAPSHOT = {"weight": torch.tensor([1.0, float("nan")]), "rate": float("nan"), "epoch": [3, (4,)]}

@@ -88,7 +88,8 @@ def difference_of_files(names, undisturbed, run):
         loaded = load(run, name)
         if loaded.fault:
             return Difference(f"it {loaded.fault}")
-        text = first_difference(load(undisturbed, name).content, loaded.content, name)
+        expected, key = load(undisturbed, name).content, name.rstrip("/")
+        text = first_difference(expected, loaded.content, key)
         if text:
             return Difference(text)
     return None

@@ -155,19 +155,18 @@ def tensors_of(path):
     with open(path, "rb") as file:
         places = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         numbers = bytearray(file.read())
+    data = torch.empty(0, dtype=torch.uint8)
+    if numbers:
+        data = torch.frombuffer(numbers, dtype=torch.uint8)
     tensors = {}
     for name, place in places.items():
         if name == "__metadata__":
             tensors[name] = place
             continue
         begin, end = place["data_offsets"]
-        part = torch.frombuffer(numbers, dtype=torch.uint8)[begin:end] if end > begin else None
-        dtype = getattr(torch, SAFETENSORS.get(place["dtype"], "uint8"))
-        if part is None:
-            tensors[name] = torch.empty(place["shape"], dtype=dtype)
-        else:
-            part = part.clone().view(dtype)  # a copy begins where the machine can read numbers
-            tensors[name] = part.reshape(place["shape"]) if place["dtype"] in SAFETENSORS else part
+        part = data[begin:end].clone()  # which begins where numbers may begin
+        kind = SAFETENSORS.get(place["dtype"])
+        tensors[name] = part.view(getattr(torch, kind)).reshape(place["shape"]) if kind else part
     return tensors
 
 

@@ -71,10 +71,10 @@ def note_mark(reference, run, mark):
         run.marks.setdefault(mark, run.seconds)
     elif mark.kind == reference.kind:
         run.printed.append(PrintedMark(run.lines, mark))
-        if mark in reference.place:
-            run.marks.setdefault(mark, run.seconds)
         if reference.bar and not reference.cyclic:
             note_passed(reference, run, mark)
+        elif mark in reference.place:
+            run.marks.setdefault(mark, run.seconds)
 
 
 def note_passed(reference, run, mark):

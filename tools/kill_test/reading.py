@@ -8,6 +8,10 @@ from . import stale
 from .marks import mark_of, without_bar
 from .records import PrintedLine, PrintedMark, Result
 
+RANK = r"\[(?:rank|default) ?\d+(?:/\d+)?\]:? ?|"  # in front of a line; or nothing
+# A progress bar, which has no end of a line, may stand in front of it.
+TRACEBACK = re.compile(rf"({RANK})Traceback \(most recent call last\):?\s*$")
+
 
 def note_lines(test, run, lines):
     """Note in a Run the lines that have come, a list of foreign_command.Line.
@@ -32,10 +36,10 @@ def is_of_traceback(run, line):
     """
     if line.stream != "stderr":
         return False
-    who, text = re.fullmatch(r"(\[(?:rank|default) ?\d+(?:/\d+)?\]:? ?|)(.*)", line.text).groups()
-    if text.startswith("Traceback (most recent call last)"):
-        run.tracebacks.add(who)
+    if begin := TRACEBACK.search(line.text):
+        run.tracebacks.add(begin[1])
         return True
+    who, text = re.fullmatch(f"({RANK})(.*)", line.text).groups()
     if who not in run.tracebacks:
         return False
     if not text[:1].isspace():  # its last line, "ValueError: no data"; else it was cut short

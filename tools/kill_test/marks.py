@@ -6,6 +6,8 @@ from .records import Bar, Mark
 
 NUMBER = r"[-+]?\d[\d.]*(?:e[-+]?\d+)?"
 GRAPH = "━╸╺█▏▎▍▌▋▊▉"  # of which bars are drawn
+# What tells a bar from a line such as "epoch 3 | 10/20 | loss 0.5".
+DRAWN = re.compile(rf"[{GRAPH}]|\d%\||\[[\d:]+<|\d(it/s|s/it)")
 # What a bar says at its end: counts, times, the speed, and figures, "train_loss: 0.512".
 OF_A_BAR = rf"[{GRAPH}\]]|\d+/\d+|\d:\d\d|it/s|s/it|\w+[:=] ?-?\d+\.\d+(?:e-?\d+)?"
 
@@ -22,7 +24,7 @@ def mark_of(text, pattern, totals, reference=None):
         rest = text[part.end() :]
         word, number = name_of(raw, rest), int(number or 0)
         total = re.match(r"\s*(?:/|of)\s*(\d+)", rest)
-        if total and not word:
+        if total and not word and DRAWN.search(text):
             bar = Bar(description(text[: part.start()]), int(total[1]))
             bar, number = as_undisturbed(bar, number, reference)
         elif total:
@@ -70,6 +72,6 @@ def without_bar(text):
 
     rich breaks a bar's figures into several lines: the last may be "0.930" alone.
     """
-    if not re.search(rf"[{GRAPH}]|\d%\|", text):
+    if not DRAWN.search(text):
         return re.sub(r"^\s*([\w/]+:)?\s*-?\d+\.\d+(e-?\d+)?\s*", "", text)
     return re.sub(rf"^.*(?:{OF_A_BAR})", "", text, flags=re.DOTALL)

@@ -59,10 +59,10 @@ def main():
     except OSError as error:  # no such command, a full disk, a closed terminal
         stop(f"cannot go on: {error}")
     except SystemExit as end:
+        tell_kept(test)
         if not isinstance(end.code, int) or end.code <= 128:
             raise
         what = "Ctrl-C" if end.code == 130 else signal.Signals(end.code - 128).name
-        tell_kept(test)
         stop(f"ended by {what}, with all that it had started", end.code)
 
 
@@ -83,7 +83,6 @@ def run_test(test):
     if any(played.verdict.unequal for played in rounds):
         say(f"note: {compare_undisturbed(test, base)}")
     say("\n".join(summary(options, reference, rounds)))
-    tell_kept(test)
     failed = any(played.verdict.failure for played in rounds)
     proven = any(played.verdict.proves for played in rounds)
     return 1 if failed or not proven else 0

@@ -42,7 +42,7 @@ def judge(options, reference, run):
         if began_anew(reference, kill, after):
             anew = max(kill.place, anew or 0)
         elif went_on(reference, kill, after, next_kill):
-            verdict.went_on = True
+            verdict.went_on = kill.went_on = True
     find_failure(options, reference, run, steps, anew, verdict)
     again = max((kill.again for kill in run.kills), default=0)
     asks = anew is None and not verdict.note and not reference.cyclic

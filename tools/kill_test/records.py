@@ -112,6 +112,7 @@ class Kill:
     # What the judge finds:
     place: float | None = None  # the step of the undisturbed run to which it had come; None: none
     resumed: str = ""  # the line with which the script went on; "" if there was none
+    went_on: bool = False  # whether the script was seen to go on after this kill
     again: float = 0  # how many steps were done again
 
 

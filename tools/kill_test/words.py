@@ -101,7 +101,7 @@ def summary(options, reference, rounds):
         f" these went on; killed: {counts}"
     )
     marks = reference.marks
-    kills = [kill for played in went_on for kill in played.run.kills]
+    kills = [kill for played in went_on for kill in played.run.kills if is_survived(kill)]
     places = {int(kill.place) for kill in kills if kill.place is not None}
     unproven = [f"no {kind} was killed" for kind in options.victims if not killed[kind]]
     if places and min(places) >= len(marks) - 1 > 0:
@@ -121,6 +121,11 @@ def summary(options, reference, rounds):
     if not any(played.verdict.went_on for played in rounds):
         unproven.append("that it goes on: no line says so (--resumed REGEX), and no step shows it")
     yield f"not proven: {'; '.join([*unproven, 'several machines, power cuts'])}"
+
+
+def is_survived(kill):
+    """Return whether the script went on after a kill, or nobody missed the victim: a worker."""
+    return kill.went_on or (kill.kind == "worker" and not kill.restarted)
 
 
 # ---- How it is printed ----

@@ -92,7 +92,8 @@ def about_launcher(run):
 
 def summary(options, reference, rounds):
     """Yield the lines about all rounds: what they prove, and what not."""
-    killed = Counter(kill.kind for played in rounds for kill in played.run.kills)
+    kills = [kill for played in rounds for kill in played.run.kills]
+    killed = Counter(kill.kind for kill in kills)
     equal = [played for played in rounds if not played.verdict.failure]
     went_on = [played for played in equal if played.verdict.went_on]
     counts = ", ".join(f"{kind} {count}" for kind, count in sorted(killed.items()))
@@ -101,8 +102,9 @@ def summary(options, reference, rounds):
         f" these went on; killed: {counts}"
     )
     marks = reference.marks
-    kills = [kill for played in went_on for kill in played.run.kills if is_survived(kill)]
-    places = {int(kill.place) for kill in kills if kill.place is not None}
+    hit = {int(kill.place) for kill in kills if kill.place is not None}
+    survived = [kill for played in went_on for kill in played.run.kills if is_survived(kill)]
+    places = {int(kill.place) for kill in survived if kill.place is not None}
     unproven = [f"no {kind} was killed" for kind in options.victims if not killed[kind]]
     if places and min(places) >= len(marks) - 1 > 0:
         unproven.insert(
@@ -114,9 +116,11 @@ def summary(options, reference, rounds):
             f"proven: killed after {marks[min(places)].text}, and up to"
             f" {marks[max(places)].text} of {marks[-1].text}, it goes on, and ends equal"
         )
-    if marks and len(marks) - 1 not in places:
+    if marks and len(marks) - 1 not in hit:
         unproven.append(f"no kill fell between {marks[-1].text} and the end")
-    if not any(kill.before_a_save for played in equal for kill in played.run.kills):
+    elif marks and len(marks) - 1 not in places:
+        unproven.append(f"that it goes on after a kill between {marks[-1].text} and the end")
+    if not any(kill.before_a_save for kill in kills):
         unproven.append("no kill fell before the first save")
     if not any(played.verdict.went_on for played in rounds):
         unproven.append("that it goes on: no line says so (--resumed REGEX), and no step shows it")

@@ -127,7 +127,10 @@ def compare_undisturbed(test, base):
     differs = difference(test.options, reference, again)
     if again.failure or differs:
         where = f" ({again.failure or differs.text})"
-        return f"two undisturbed runs differ, too{where}. First seed all that is random"
+        cure = "First seed all that is random"
+        if test.options.file:
+            cure += ", and leave out files with times in them"
+        return f"two undisturbed runs differ, too{where}. {cure}"
     return (
         "one more undisturbed run was equal (as it may be, if the script differs by itself now"
         " and then)"

@@ -21,7 +21,7 @@ from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, 
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_training import findings, rules, runs, times
+from check_training import findings, reading, rules, times
 from mistakes.records import CASES
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
@@ -77,7 +77,7 @@ def said(folder, without=None):
 
     without: the name of a rule that is left out, or "times": what is said of the time.
     """
-    records = runs.read(folder)
+    records = reading.read(folder)
     asked = [rule for rule in rules.RULES if rule.name != without]
     found = findings.judge_all(records, asked).findings
     if without != "times" and records.runs:
@@ -131,7 +131,7 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
             result = fork_ranks(BASE, cwd=folder)
         else:
             records, result = watched(folder, {}, broken=how == "broken")
-            assert len(runs.read(records).failures) == 2 * (how == "broken")
+            assert len(reading.read(records).failures) == 2 * (how == "broken")
         outputs.append(
             (
                 result.status,
@@ -154,7 +154,7 @@ def test_what_runs_inside_a_step_belongs_to_its_own_part(tmp_path):
         "    def forward(self, x): time.sleep(0.02); return super().forward(x)",
     )
     folder, _ = watched(tmp_path, changes | {GELU: "Slow(),"})
-    table = times.parts_of_steps(times.aligned(runs.read(folder).runs[-1]))
+    table = times.parts_of_steps(times.aligned(reading.read(folder).runs[-1]))
     for steps in table.values():
         assert len(steps) > 10
         for parts in steps.values():

@@ -7,6 +7,7 @@ import atexit
 import functools
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, Joined, Left
-from . import model, optimizer, passes
+from . import machine, model, optimizer, passes
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -101,6 +102,10 @@ def joined():
         attempt=number_in_environment("TORCHELASTIC_RESTART_COUNT") or 0,
         cores=len(os.sched_getaffinity(0)),
         debugging=[f"{name}={on}" for name, on in DEBUGGING if os.environ.get(name) == on],
+        machine=machine.this_machine(),
+        calendar=time.time(),
+        script=machine.script(),
+        sources=machine.sources(),
     )
 
 
@@ -114,7 +119,9 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
-    note(Left, steps=optimizer.steps())
+    error = getattr(sys, "last_value", None)  # of the process; None: it does not end by one
+    said = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    note(Left, steps=optimizer.steps(), error=said)
 
 
 # ---- What no rule can look into ----

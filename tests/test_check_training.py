@@ -21,7 +21,8 @@ from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, 
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_training import findings, reading, rules, times
+from check_training import clocks, findings, lines, reading, rules, times
+from check_training.records.process import Joined
 from mistakes.records import CASES
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
@@ -144,6 +145,41 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
 
 
+def test_records_of_machines_with_clocks_of_their_own(tmp_path):
+    """An hour apart, one of them faster; and the last record is still being written."""
+    folder, _ = watched(tmp_path, {})
+    [whole] = reading.read(folder).runs
+    [path] = [path for path in folder.glob("*.jsonl") if '"rank": 1,' in path.read_text()]
+    records = [lines.read(line) for line in path.read_text().splitlines()]
+    for record in records:
+        clocks.move_times(record, clocks.Line(3600, 1e-4))
+        if isinstance(record, Joined):
+            record.host = record.machine.key = record.machine.clock = "node2"
+    path.unlink()
+    (other := tmp_path / "other").mkdir()
+    (other / path.name).write_text("".join(map(lines.written, records))[:-9])
+    [run_of_both] = reading.read(folder, other, cut=None).runs
+    for rank in 0, 1:
+        pairs = zip(whole.ranks[rank].all_records(), run_of_both.ranks[rank].all_records())
+        assert max(abs(one.time - moved.time) for one, moved in pairs) < 0.02
+    said = run(PYTHON, CHECK, "--judge", folder, other, cwd=tmp_path, env=ACTIVE).output
+    assert "rank 0; node2: rank 1\n" in said and "as not all ranks have ended: rank 1" in said, said
+
+
+@LONG
+def test_any_launcher_carries_the_recorder(tmp_path):
+    """Which is copied into the folder; a later start is judged, too."""
+    variant(tmp_path, BASE, MISTAKES["no set_epoch"][0])
+    options = {"cwd": tmp_path, "env": ACTIVE}
+    exports = run(PYTHON, CHECK, "--records", "my kept", "--print-environment", **options).ok()
+    assert all(line.startswith("export ") for line in exports.output.splitlines())
+    for _ in range(2):
+        run("sh", "-euc", f"{exports.output}{' '.join(map(str, TWO))}", **options).ok()
+    judged = run(PYTHON, CHECK, "--judge", "my kept", **options)
+    assert judged.status == 1 and "ranks 2, starts 2; " in judged.output, judged.output
+    assert "set_epoch(epoch) is" in judged.output and "machines: " not in judged.output
+
+
 @LONG
 def test_what_runs_inside_a_step_belongs_to_its_own_part(tmp_path):
     """optimizer.step(closure) runs a forward pass: its time is not the optimizer's, too."""
@@ -206,6 +242,13 @@ def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
         (["--seconds", "0", "--", "true"], "--seconds and --stall must"),
         (["--json", "no/such/file", "--", "true"], "cannot write no/such/file"),
         (["--", "no_such_command"], "cannot start the command"),
+        (["--judge", "no/such"], "there is no folder no/such"),
+        (["--judge", "."], "no records in .: did python start there"),
+        (["--judge", ".", "--", "true"], "--judge starts nothing"),
+        (["--print-environment"], "--print-environment needs --records"),
+        (["--records", "kept", "--stall", "3", "--", "true"], "--records judges nothing"),
+        (["--records", "kept", "--seconds", "-1", "--", "true"], "--seconds must not be less"),
+        (["--records", "kept", "--", "no_such_command"], "cannot record in kept, or start"),
     ],
 )
 def test_wrong_calls(tmp_path, options, error):

@@ -145,10 +145,10 @@ def move(rank, line):
     if line == Line():
         return
     for record in rank.all_records():
-        _move_fields(record, line)
+        move_times(record, line)
 
 
-def _move_fields(record, line):
+def move_times(record, line):
     """Move the times in a record, and in what it is made of."""
     for name in _names_of_moments(type(record)):
         time = getattr(record, name)
@@ -156,7 +156,7 @@ def _move_fields(record, line):
             setattr(record, name, line.moved(time))
     if isinstance(record, StepTimes):
         for span in record.spans:
-            _move_fields(span, line)
+            move_times(span, line)
 
 
 @functools.cache

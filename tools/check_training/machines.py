@@ -43,7 +43,7 @@ def _short(host):
 def by_machine(run, figures):
     """Return {name of a machine: [figure of each of its ranks]}. figures: {rank: figure}."""
     found = collections.defaultdict(list)
-    for rank, figure in figures.items():
+    for rank, figure in sorted(figures.items()):
         found[run.machine_of(rank)].append(figure)
     return found
 

@@ -94,8 +94,11 @@ class Rank:
         return self._in_order
 
     def until(self, time=math.inf):
-        """Return a Rank of its records up to a time, in seconds, as they are now."""
-        records = [each for each in self._in_order if each.time <= time]
+        """Return a Rank of its records up to a time, in seconds, as they are now.
+
+        Its end stays known, also if it came later.
+        """
+        records = [each for each in self._in_order if each.time <= time or isinstance(each, Left)]
         return Rank(records or self._in_order[:1], self.standing)
 
     def records(self, kind):

@@ -59,7 +59,7 @@ def open_files():
         file.write(b" " * Standing.SIZE)
         file.flush()
         notebook.standing = _shared_memory(file)
-    notebook.file = os.open(f"{name}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    notebook.file = os.open(f"{name}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
     early, notebook.early = notebook.early, []
     note(Started, world_size=number_in_environment("WORLD_SIZE"))
     os.write(notebook.file, "".join(early).encode())

@@ -963,6 +963,13 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
     "two machines": TWO_MACHINES,
+    "Join, and a schedule by epoch": {
+        **after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"),
+        LOOP: "        from torch.distributed.algorithms.join import Join\n"
+        "        with Join([model]):\n"
+        "          for (x, y), _ in zip(loader, range(16 - dist.get_rank())):\n",
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
     "batches of one sampler are dealt out": IN_TURN
     | before(
         REDUCE,

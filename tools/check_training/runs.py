@@ -1,5 +1,6 @@
 """The runs of a command: which ranks trained together, and what each of them noted."""
 
+import bisect
 import collections
 import math
 from dataclasses import dataclass
@@ -108,6 +109,10 @@ class Rank:
     def training_passes(self):
         """Return {key of a loader: the LoaderPass objects in which it trained}."""
         return by_loader(each for each in self.passes if each.trains)
+
+    def begins_of_epochs(self):
+        """Return when each pass began in which, or after which, it trained: in seconds, sorted."""
+        return [each.start.time for each in self.passes if each.trains or each.backwards_after > 1]
 
     def evaluations(self):
         """Return {key of a loader: the LoaderPass objects in which it evaluated}."""
@@ -231,6 +236,24 @@ class Run:
             for key, steps in rank.steps.items():
                 found[key][number] = steps
         return [Steps(key, of) for key, of in found.items()]
+
+    def same_steps(self, steps):
+        """Return the numbers of the steps that all have noted, without those of different epochs.
+
+        Where ranks have other numbers of batches, as with Join, the n-th step of one may be in an
+        epoch that another has ended. steps: a Steps.
+        """
+        begins = {rank: self.ranks[rank].begins_of_epochs() for rank in steps.of}
+        if not all(begins.values()):
+            return steps.common
+        same = []
+        for number in steps.common:
+            epochs = [
+                bisect.bisect(begins[rank], step.time) for rank, step in steps.at(number).items()
+            ]
+            if len({*epochs}) == 1:
+                same.append(number)
+        return same
 
     def forwards(self):
         """Return the Forwards of each DDP object."""

@@ -173,8 +173,10 @@ def test_any_launcher_carries_the_recorder(tmp_path):
     options = {"cwd": tmp_path, "env": ACTIVE}
     exports = run(PYTHON, CHECK, "--records", "my kept", "--print-environment", **options).ok()
     assert all(line.startswith("export ") for line in exports.output.splitlines())
-    for _ in range(2):
-        run("sh", "-euc", f"{exports.output}{' '.join(map(str, TWO))}", **options).ok()
+    run("sh", "-euc", f"{exports.output}{' '.join(map(str, TWO))}", **options).ok()
+    for seconds, command, status in (0, ["sh", "-c", "exit 3"], 3), (60, TWO, 0):
+        called = [PYTHON, CHECK, "--records", "my kept", "--seconds", seconds, "--", *command]
+        assert run(*called, **options).status == status
     judged = run(PYTHON, CHECK, "--judge", "my kept", **options)
     assert judged.status == 1 and "ranks 2, starts 2; " in judged.output, judged.output
     assert "set_epoch(epoch) is" in judged.output and "machines: " not in judged.output

@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import re
 from dataclasses import dataclass, field
 
 from . import lines
@@ -12,6 +13,9 @@ from .runs import Rank, Run
 
 # An error that could not be written either.
 NO_ROOM = "nothing can be written to {folder}: is the disk full? TMPDIR=FOLDER names another one"
+NAME = re.compile(
+    r".+-\d+(-\d+\.jsonl|\.failed)"
+)  # host, process, time: as the recorder names them
 TOGETHER = 60  # seconds within which the ranks of one group join it
 
 
@@ -69,8 +73,8 @@ def files_in(folders):
     """
     longest = {}
     for folder in folders:
-        for path in sorted(pathlib.Path(folder).rglob("*.*")):
-            if SITE in path.parts or not path.is_file():
+        for path in sorted(pathlib.Path(folder).rglob("*-*.*")):
+            if SITE in path.parts or not NAME.fullmatch(path.name):
                 continue
             known = longest.get(path.name)
             if known is None or known.stat().st_size < path.stat().st_size:

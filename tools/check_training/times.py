@@ -166,8 +166,9 @@ def findings_of(table, machines=None):
         return
     for rank in table:
         yield from large_shares(rank, table[rank])
-    yield from waits(table, machines or dict.fromkeys(table, ""))
-    yield from large_parts(medians_of(table[min(table)]))
+    machines = machines or dict.fromkeys(table, "")
+    yield from waits(table, machines)
+    yield from large_parts(medians_of(table[min(table)]), len({*machines.values()}) > 1)
 
 
 def large_shares(rank, steps):
@@ -258,15 +259,17 @@ def last_in_most_steps(rank, table, machines):
     return tuple(there) if is_another and sum(last[each] for each in there) > most else ()
 
 
-def large_parts(medians):
+def large_parts(medians, on_several_machines=False):
     """Yield a question if the exchange, or the script's own code, takes most of a step."""
     if not medians["forward"]:
         return
     step = f"of a step of {1e3 * medians[WHOLE]:.1f} ms"
     if medians["exchange"] > max(0.6 * medians[WHOLE], 5e-4):
+        link = "; a slow link of one machine looks so, too: tools/check_machines.py measures it"
         yield Question(
             f"the exchange takes {medians['exchange'] / medians[WHOLE]:.0%} {step}",
-            "a larger batch on each rank, or accumulation, makes fewer of them",
+            "a larger batch on each rank, or accumulation, makes fewer of them"
+            + (link if on_several_machines else ""),
             "benchmarks/README.md",
         )
     if medians["rest"] > max(0.6 * medians[WHOLE], 5e-3):

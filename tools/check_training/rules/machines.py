@@ -3,6 +3,7 @@
 from ..findings import Found, Question, rule
 from ..machines import by_machine, usual_and_odd
 from ..words import differ
+from .pages import SILENT
 
 
 @rule("script")
@@ -30,6 +31,7 @@ def script_differs(run):
             f"{what} differs on {' and '.join(odd)}: {name} has other content than on {usual}",
             "each line that is named here may be another one there: copy one version to all"
             " machines",
+            SILENT,
             once="script",
         )
 
@@ -73,6 +75,6 @@ def data_differ_by_machine(run):
             f"the dataset on {' and '.join(odd)} is not the one on {usual}{count}; a"
             f" DistributedSampler shares it out to all ranks ({loader.line})",
             "items are left out, or come twice: copy one set to all machines",
-            "pitfalls/unseeded_dataset.py",
+            SILENT,
             once="sets of machines",
         )

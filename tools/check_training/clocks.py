@@ -74,7 +74,7 @@ class Clocks:
         others = [rank for rank in ranks if rank.machine.clock != clock]
         for rank in same:
             move(rank, self.lines[clock])
-        for other in {rank.machine.clock: rank for rank in others}:
+        for other in sorted({rank.machine.clock for rank in others}):
             there = [rank for rank in others if rank.machine.clock == other]
             self.lines[other] = line_of(first, there)
             for rank in there:
@@ -98,7 +98,7 @@ def in_calls(first, rank):
         {
             (call.group, call.number, call.name): call.time
             for call in each.records(Call)
-            if call.name in LEFT_TOGETHER and not call.failed
+            if call.name in LEFT_TOGETHER and not call.failed and not call.is_async
         }
         for each in (rank, first)
     ]

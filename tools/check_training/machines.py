@@ -85,9 +85,8 @@ def _numbers_in(text):
 
 def _in_brackets(run, ranks):
     """Return " (node2)" if all these ranks run there; "" if they run on several machines."""
-    names = {run.machine_of(rank) for rank in ranks}
-    [name] = names if len(names) == 1 else [None]
-    return f" ({name})" if name else ""
+    names = {run.machine_of(rank) for rank in ranks if rank in run.ranks}
+    return f" ({names.pop()})" if len(names) == 1 else ""
 
 
 def lines_of(run):

@@ -13,9 +13,7 @@ from .runs import Rank, Run
 
 # An error that could not be written either.
 NO_ROOM = "nothing can be written to {folder}: is the disk full? TMPDIR=FOLDER names another one"
-NAME = re.compile(
-    r".+-\d+(-\d+\.jsonl|\.failed)"
-)  # host, process, time: as the recorder names them
+NAME = re.compile(r".+-\d+(-\d+\.jsonl|\.failed)")  # "node1-7-123.jsonl": host, process, time
 TOGETHER = 60  # seconds within which the ranks of one group join it
 
 

@@ -66,9 +66,13 @@ def version():
 
 
 def variables(records, site):
-    """Return {variable: value}, with what PYTHONPATH is here behind the recorder's folder."""
-    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"CHECK_TRAINING": str(records), "PYTHONPATH": os.pathsep.join(path)}
+    """Return {variable: value}, with what PYTHONPATH is here behind the recorder's folder.
+
+    Another recorder's folder, which this shell has exported before, is left out.
+    """
+    old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [each for each in old if each and not os.path.isdir(os.path.join(each, PACKAGE))]
+    return {"CHECK_TRAINING": str(records), "PYTHONPATH": os.pathsep.join([str(site), *path])}
 
 
 def as_exports(environment):

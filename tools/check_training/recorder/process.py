@@ -159,6 +159,7 @@ def collective(name, args, kwargs):
         return
     fields = {"name": name, "line": where(), "group": group, "unheld": _unheld(name, args, kwargs)}
     fields["source"] = _source(name, args, kwargs)
+    fields["is_async"] = bool(kwargs.get("async_op")) or any(each is True for each in args)
     fields["pass_number"] = None if counters.feeding is None else counters.feeding.number
     number = state.calls.get(group, 0)
     state.calls[group] = number + 1

@@ -80,6 +80,7 @@ class Call(Record):
     number: int  # of the calls in this group
     group: str  # "": the default group; else its ranks and its name, "[0, 1]#name"
     failed: bool  # it has raised an error
+    is_async: bool = False  # it returns before the others have come
     dtype: str | None = None  # of the first tensor, "float32"; None: there is none
     elements: int | None = None  # of the first tensor
     is_gradient: bool = False  # an all_reduce of a gradient that DDP has averaged

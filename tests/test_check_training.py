@@ -154,7 +154,7 @@ def test_records_of_machines_with_clocks_of_their_own(tmp_path):
     for record in records:
         clocks.move_times(record, clocks.Line(3600, 1e-4))
         if isinstance(record, Joined):
-            record.host = record.machine.key = record.machine.clock = "node2"
+            record.machine.key = record.machine.clock = "another, whose host has the same name"
     path.unlink()
     (other := tmp_path / "other").mkdir()
     (other / path.name).write_text("".join(map(lines.written, records))[:-9])
@@ -163,7 +163,8 @@ def test_records_of_machines_with_clocks_of_their_own(tmp_path):
         pairs = zip(whole.ranks[rank].all_records(), run_of_both.ranks[rank].all_records())
         assert max(abs(one.time - moved.time) for one, moved in pairs) < 0.02
     said = run(PYTHON, CHECK, "--judge", folder, other, cwd=tmp_path, env=ACTIVE).output
-    assert "rank 0; node2: rank 1\n" in said and "as not all ranks have ended: rank 1" in said, said
+    assert "machine 0 (127.0.0.1): rank 0; machine 1 (127.0.0.1): rank 1\n" in said, said
+    assert "as not all ranks have ended: rank 1 (machine 1, 127.0.0.1) in no call" in said, said
 
 
 @LONG

@@ -35,7 +35,7 @@ def read(line):
     except json.JSONDecodeError:
         raise NotWhole from None
     except (KeyError, TypeError):
-        raise ValueError("another version of this tool has written these records") from None
+        raise ValueError("another version of this tool has written them") from None
 
 
 def _content(record):

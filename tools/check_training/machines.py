@@ -61,8 +61,14 @@ def usual_and_odd(figures):
 
 def with_names(finding, run):
     """Return a Finding that names the machines of its ranks, if the run has several."""
+    what = in_text(finding.what, run)
+    return replace(finding, what=what, once=finding.once or finding.what)
+
+
+def in_text(text, run):
+    """Return a text with the machine behind each rank, "rank 6 (node2)", if the run has several."""
     if len(run.machines) < 2:
-        return finding
+        return text
 
     def of_one(found):
         return f"{found[0]}{_in_brackets(run, [int(found[1])])}"
@@ -71,8 +77,7 @@ def with_names(finding, run):
         ranks = _numbers_in(found[1])
         return f"{found[0]}{_in_brackets(run, ranks)}"
 
-    what = RANKS.sub(of_several, ONE_RANK.sub(of_one, finding.what))
-    return replace(finding, what=what, once=finding.once or finding.what)
+    return RANKS.sub(of_several, ONE_RANK.sub(of_one, text))
 
 
 def _numbers_in(text):
@@ -84,9 +89,14 @@ def _numbers_in(text):
 
 
 def _in_brackets(run, ranks):
-    """Return " (node2)" if all these ranks run there; "" if they run on several machines."""
+    """Return " (node2)" if all these ranks run there; "" if they run on several machines.
+
+    Of a name with an address, " (machine 0, 10.0.0.1)".
+    """
     names = {run.machine_of(rank) for rank in ranks if rank in run.ranks}
-    return f" ({names.pop()})" if len(names) == 1 else ""
+    if len(names) != 1:
+        return ""
+    return f" ({names.pop().replace(' (', ', ').rstrip(')')})"
 
 
 def lines_of(run):

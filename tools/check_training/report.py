@@ -124,9 +124,9 @@ def where_it_stands(records):
     missing = [rank for rank in range(run.world_size) if rank not in run.ranks]
     if missing:
         yield f"no records of {in_words(missing)}: is the folder of a machine missing?"
-    living = {number: rank for number, rank in run.ranks.items() if not rank.left}
+    living = {number: rank for number, rank in run.ranks.items() if not rank.left and not rank.full}
     if living:
-        where = where_ranks_stand(living)
+        where = machines.in_text(where_ranks_stand(living), run)
         yield f"judged up to here, as not all ranks have ended: {where}"
 
 
@@ -210,6 +210,8 @@ def what_was_not_seen(records):
         unseen.append("buffers (those of DDP's models are compared in step 9)")
     if len(records.runs) < 2:
         unseen.append("a restart")
+    if any(rank.full for rank in ranks):
+        unseen.append("what came when a rank had no more room for records")
     if any(rank.evaluations() or rank.records(ModelCopy) for rank in ranks):
         unseen.append("figures of your own, and copies of the weights outside modules")
     devices = {note.device for rank in ranks for note in rank.optimizers.values()}

@@ -77,8 +77,7 @@ def sources():
     if not main:
         return {}
     folder, found = os.path.dirname(main), {}
-    imported = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    for path in [main, *filter(None, imported)]:
+    for path in [main, *_files_of_modules()]:
         path = os.path.abspath(path)
         name = os.path.relpath(path, folder)
         is_own = not name.startswith(os.pardir) and kind_of(path) == SCRIPT
@@ -88,6 +87,13 @@ def sources():
         if bits is not None:
             found[name] = bits
     return found
+
+
+def _files_of_modules():
+    """Return the files of all modules. A module that imports itself when asked is not asked."""
+    contents = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    files = [content.get("__file__") for content in contents]
+    return [path for path in files if isinstance(path, str)]
 
 
 def _main_file():

@@ -21,7 +21,7 @@ from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
 from .notebook import note, now, number_in_environment, open_files, stand, stand_no_more, uses
-from .script_lines import where
+from .script_lines import line_of_error, where
 from .state import kept, switch
 from .times import span
 
@@ -119,9 +119,17 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
-    error = getattr(sys, "last_value", None)  # of the process; None: it does not end by one
-    said = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    note(Left, steps=optimizer.steps(), error=said)
+    note(Left, steps=optimizer.steps(), error=_error())
+
+
+def _error():
+    """Return Left.error: the error that nobody has caught, with its line; or ""."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    line = line_of_error(error.__traceback__)
+    return f"{said} ({line})" if line else said
 
 
 # ---- What no rule can look into ----

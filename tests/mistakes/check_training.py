@@ -17,6 +17,7 @@ MOVE, LOSS, ZERO, BACK = map(line, ("x, y = ", "loss = ", "optimizer.zero", "los
 STEP, REDUCE, RANK_0, SAVE = map(
     line, ("optimizer.step", "dist.all_red", "if dist.get", "torch.save")
 )
+GROUP = line("dist.init_process_group")
 GELU, SEED = "nn.GELU(),", "    torch.manual_seed(dist.get_rank())\n"
 BOOK = """    class Book(nn.Module):  # a buffer of its own, which moves in each forward
         def __init__(self):
@@ -144,6 +145,19 @@ NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the proc
 
 """
 NOISE = {MAIN: NOISY + MAIN, "TensorDataset(inputs, inputs": "Noisy(inputs, inputs"}
+
+# Each rank plays a machine: its host has a name of its own.
+TWO_MACHINES = before(
+    GROUP,
+    "host = 'Linux', 'node' + os.environ['RANK'], '', '', ''",
+    "os.uname = lambda: os.uname_result(host)",
+)
+OWN_COPY = """    import pathlib, sys
+    copy = pathlib.Path(f"{host[1]}/many_processes.py")
+    copy.parent.mkdir()
+    copy.write_text(f"# of {host[1]}")
+    sys.modules["__main__"].__file__ = str(copy)
+"""
 
 CRASH = ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2]
 OWN_ORDER = {  # another sampler than a DistributedSampler, which nobody saves
@@ -863,6 +877,28 @@ MISTAKES = {
         None,
         False,
     ),
+    "another version of the script on a machine": (
+        TWO_MACHINES | {GROUP: TWO_MACHINES[GROUP].replace(GROUP, OWN_COPY + GROUP)},
+        "script_differs",
+        "found: the script differs on node1: many_processes.py has other content than on node0",
+        None,
+        False,
+    ),
+    "other data on a machine": (
+        TWO_MACHINES
+        | after(DATA, "dataset = TensorDataset(inputs + dist.get_rank(), inputs[:, :1])"),
+        "data_differ_by_machine",
+        "question: the dataset on node1 is not the one on node0; a DistributedSampler",
+        LOOP,
+        False,
+    ),
+    "one file of two machines": (
+        TWO_MACHINES | {SAVE: SAVE[4:]},
+        "several_save_one_file",
+        "found: all ranks save to one file",
+        SAVE,
+        False,
+    ),
     "slow rank": (
         after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"),
         "times",
@@ -938,6 +974,14 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
 }
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
+    "two machines": TWO_MACHINES,
+    "Join, and a schedule by epoch": {
+        **after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"),
+        LOOP: "        from torch.distributed.algorithms.join import Join\n"
+        "        with Join([model]):\n"
+        "          for (x, y), _ in zip(loader, range(16 - dist.get_rank())):\n",
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
     "batches of one sampler are dealt out": IN_TURN
     | before(
         REDUCE,

@@ -7,6 +7,7 @@ import atexit
 import functools
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -15,12 +16,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, Joined, Left
-from . import model, optimizer, passes
+from . import machine, model, optimizer, passes
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
 from .notebook import note, now, number_in_environment, open_files, stand, stand_no_more, uses
-from .script_lines import where
+from .script_lines import line_of_error, where
 from .state import kept, switch
 from .times import span
 
@@ -101,6 +102,10 @@ def joined():
         attempt=number_in_environment("TORCHELASTIC_RESTART_COUNT") or 0,
         cores=len(os.sched_getaffinity(0)),
         debugging=[f"{name}={on}" for name, on in DEBUGGING if os.environ.get(name) == on],
+        machine=machine.this_machine(),
+        calendar=time.time(),
+        script=machine.script(),
+        sources=machine.sources(),
     )
 
 
@@ -114,7 +119,17 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
-    note(Left, steps=optimizer.steps())
+    note(Left, steps=optimizer.steps(), error=_error())
+
+
+def _error():
+    """Return Left.error: the error that nobody has caught, with its line; or ""."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    line = line_of_error(error.__traceback__)
+    return f"{said} ({line})" if line else said
 
 
 # ---- What no rule can look into ----
@@ -152,6 +167,7 @@ def collective(name, args, kwargs):
         return
     fields = {"name": name, "line": where(), "group": group, "unheld": _unheld(name, args, kwargs)}
     fields["source"] = _source(name, args, kwargs)
+    fields["is_async"] = bool(kwargs.get("async_op")) or any(each is True for each in args)
     fields["pass_number"] = None if counters.feeding is None else counters.feeding.number
     number = state.calls.get(group, 0)
     state.calls[group] = number + 1

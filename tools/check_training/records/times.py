@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .base import Record
+from .base import Moment, Record
 
 
 @dataclass(slots=True)
@@ -10,8 +10,8 @@ class Span:
     """A stretch of time in one part of a step."""
 
     part: str  # a name in PARTS
-    begin: float  # seconds, as time
-    end: float
+    begin: Moment
+    end: Moment
 
 
 # What a process can be in: what is left of a step is the script's own code.
@@ -32,5 +32,5 @@ class StepTimes(Record):
 
     number: int  # of the steps of the main optimizer, the first that takes steps
     spans: list[Span]
-    end: float  # seconds, as time: when optimizer.step() ended
+    end: Moment  # when optimizer.step() ended
     own: float  # seconds that the recorder took itself after that

@@ -21,9 +21,10 @@ from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, 
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_training import clocks, findings, lines, reading, rules, times
+from check_training import clocks, findings, gaps, lines, reading, rules, times
 from check_training.records.process import Joined
-from mistakes.records import CASES
+from check_training.records.times import Gap, Span, StepTimes
+from mistakes.records import CASES, run_of
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 # As some packages do before they import torch: is it there?
@@ -82,7 +83,9 @@ def said(folder, without=None):
     asked = [rule for rule in rules.RULES if rule.name != without]
     found = findings.judge_all(records, asked).findings
     if without != "times" and records.runs:
-        found += times.findings_of(times.parts_of_steps(times.aligned(records.runs[-1])))
+        run = records.runs[-1]
+        found += times.findings_of(times.parts_of_steps(times.aligned(run)))
+        found += gaps.findings_of(run, gaps.pauses_of(run))
     words = {findings.Found: "found", findings.Question: "question"}
     text = "\n".join(f"{words[type(each)]}: {each.what}\n  {each.why}" for each in found)
     return text, records.failures
@@ -121,6 +124,29 @@ def test_what_a_rule_says_of_records(rule):
     for name, kind, ranks in CASES:
         said = {type(each) for each in findings.judge(ranks, [asked]).findings}
         assert name != rule or said == {kind} - {None}, CASES.index((name, kind, ranks))
+
+
+def paused(exchange, pauses=4, seconds=1.0):
+    """Return what is said of three ranks, of which each waits exchange[rank] of so many pauses."""
+    ranks = []
+    for part in exchange:
+        ends = [2.0 * n + step / 100 for n in range(pauses + 2) for step in range(3)]
+        records = [StepTimes(end, number, [], end, 0.0) for number, end in enumerate(ends)]
+        for begin in range(2, 2 * pauses + 1, 2):
+            spans = [Span("exchange", begin + seconds * (1 - part), begin + seconds)]
+            records.append(Gap(begin + seconds, begin, begin, begin + seconds, spans))
+        ranks.append(records)
+    run = run_of(*ranks)
+    return [*gaps.findings_of(run, gaps.pauses_of(run))], [*gaps.lines_of(run, gaps.pauses_of(run))]
+
+
+def test_what_is_said_of_pauses():
+    [found], lines = paused([0, 0.9, 1])
+    assert type(found) is findings.Found and "ranks 1 and 2 wait while rank 0 is" in found.what
+    assert "0.9 s in each of 4 pauses" in found.what and "of 10.0 s" in lines[0]
+    for right in [0, 0, 1], [0.9, 0.9, 0.9], [0, 0.4, 0.4]:  # one waits; none does; others are busy
+        assert paused(right)[0] == [], right
+    assert paused([0, 0.9, 1], pauses=2)[0] == paused([0, 0.9, 1], seconds=0.15)[0] == []
 
 
 def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):

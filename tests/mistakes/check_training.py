@@ -961,6 +961,21 @@ MISTAKES = {
         None,
         False,
     ),
+    "rank 0 evaluates alone": (
+        after(
+            REDUCE,
+            "if dist.get_rank() == 0:",
+            "    import time; model.eval()",
+            "    with torch.no_grad():",
+            "        for x, y in DataLoader(dataset, 64):",
+            "            model.module(x.to(device)); time.sleep(0.03)",
+            "    model.train()",
+        ),
+        "times",
+        r"found: rank 1 waits while rank 0 evaluates .*, \d+% of the run",
+        "in DataLoader(dataset, 64)",
+        False,
+    ),
 }
 CRASH = ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2]
 OTHERS = {  # {mistake: script, and its arguments} where it is not BASE

@@ -11,7 +11,7 @@ from typing import get_args
 
 from .records.base import Moment
 from .records.process import Call
-from .records.times import StepTimes
+from .records.times import Gap, StepTimes
 
 # Calls that no rank leaves before all have come. (A rank that only sends may leave earlier.)
 LEFT_TOGETHER = {"all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_to_all"}
@@ -154,7 +154,7 @@ def move_times(record, line):
         time = getattr(record, name)
         if time is not None:
             setattr(record, name, line.moved(time))
-    if isinstance(record, StepTimes):
+    if isinstance(record, StepTimes | Gap):
         for span in record.spans:
             move_times(span, line)
 

@@ -5,7 +5,7 @@ import pathlib
 import textwrap
 from dataclasses import dataclass, replace
 
-from . import machines, times
+from . import gaps, machines, times
 from .findings import Found, judge_all
 from .records.files import Save
 from .records.model import Buffers
@@ -44,8 +44,11 @@ def put_together(records, watched, seconds, stall):
         table = times.parts_of_steps(steps)
         lines += machines.lines_of(longest)
         lines += times.lines_of(longest, table, busy=watched.here)
+        pauses = gaps.pauses_of(longest)
+        lines += gaps.lines_of(longest, pauses)
         on = {rank: longest.machine_of(rank) for rank in longest.ranks}
-        of_time = [machines.with_names(each, longest) for each in times.findings_of(table, on)]
+        of_time = [*times.findings_of(table, on), *gaps.findings_of(longest, pauses)]
+        of_time = [machines.with_names(each, longest) for each in of_time]
         findings += [each for each in of_time if each not in findings]
     end = how_it_ended(records, watched, stall)
     if end is not None:

@@ -14,6 +14,7 @@ class Span:
     end: Moment
 
 
+LONG = 0.02  # seconds; a Gap has at least as many
 # What a process can be in: what is left of a step is the script's own code.
 PARTS = {
     "loading": "the loader makes the next batch",
@@ -34,3 +35,16 @@ class StepTimes(Record):
     spans: list[Span]
     end: Moment  # when optimizer.step() ended
     own: float  # seconds that the recorder took itself after that
+
+
+@dataclass(slots=True)
+class Gap(Record):
+    """A step that took more than five times as long as those before it. All such are noted.
+
+    Mostly something came before its batch: an evaluation, a save, workers that are started.
+    """
+
+    number: int  # as in StepTimes
+    begin: Moment | None  # when the step before it ended
+    end: Moment
+    spans: list[Span]  # those of more than LONG seconds

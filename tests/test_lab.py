@@ -249,7 +249,8 @@ def test_check_training_names_a_slow_rank_with_its_machine(lab, tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / "tools").symlink_to(ROOT / "tools")
         variant(folder, BASE, slow).rename(folder / "train.py")
-    job = f"cd $0; {shown.block('check training: several machines')} mv records ../records-of-$0"
+    commands = shown.block("check training: several machines")
+    job = f"cd $0; {commands} mv records ../records-of-$0"
     assert_well(lab.run(*((node, "sh", "-euc", job, node) for node in NODES)))
     result = run("sh", "-euc", shown.block("check training: judge"), cwd=tmp_path)
     assert "found: ranks 0, 1 and 2 wait for rank 3 (node2) in " in result.output, result.output

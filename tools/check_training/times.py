@@ -150,11 +150,16 @@ def lines_of(run, table, busy=True):
 def line_of(rank, steps):
     """Return a rank's line of the table. steps: {step: {part: seconds}}."""
     medians = medians_of(steps)
-    totals = sorted(1e3 * row[WHOLE] for row in steps.values())
+    totals = sorted(row[WHOLE] for row in steps.values())
     left_out = len(totals) // 20  # at each end
-    spread = f"{totals[left_out]:.1f} to {totals[-1 - left_out]:.1f}"
-    columns = [f"{1e3 * medians[name]:{2 + len(name)}.1f}" for name in COLUMNS]
-    return f"{rank:4} {statistics.median(totals):7.1f} {spread:>15}{''.join(columns)}"
+    spread = f"{milliseconds(totals[left_out])} to {milliseconds(totals[-1 - left_out])}"
+    columns = [f"{milliseconds(medians[name]):>{2 + len(name)}}" for name in COLUMNS]
+    return f"{rank:4} {milliseconds(statistics.median(totals)):>7} {spread:>15}{''.join(columns)}"
+
+
+def milliseconds(seconds):
+    """Return seconds as a text in milliseconds, which is short for a long time, too."""
+    return f"{1e3 * seconds:.{1 if seconds < 1 else 0}f}"
 
 
 def findings_of(table, machines=None):

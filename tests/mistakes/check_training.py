@@ -992,7 +992,8 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     | {
         MAIN: DICTS.replace(
             "        self.data =",
-            "        self.files = [f'case_{name}/image.png' for name in names]\n        self.data =",
+            "        self.files = [f'case_{each}/image.png' for each in names]\n"
+            "        self.data =",
         )
         .replace('{"x": inputs[name].numpy()}', "[inputs[name]]")
         .replace('["x"]', "[0]")

@@ -68,9 +68,8 @@ def counts_fewer(rank, one):
     """Return whether a rank sums a number of items that is its share without the padding."""
     start, items = one.start, one.progress.items
     padding = (start.total_size or 0) - (start.length or 0)
-    return any(
-        call.number_given in range(items - padding, items) for call in calls_around(rank, one)
-    )
+    given = {call.number_given for call in calls_around(rank, one)}
+    return items not in given and not given.isdisjoint(range(items - padding, items))
 
 
 def gathers_around(rank, one):

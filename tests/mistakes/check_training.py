@@ -181,6 +181,13 @@ MISTAKES = {
         STEP,
         True,
     ),
+    "no DDP, and another group of all": (
+        {WRAP: "    dist.new_group()\n", "model.module.state": "model.state"},
+        "weights_come_apart",
+        "found: .* come apart at step 1 .*no model is wrapped",
+        STEP,
+        False,
+    ),
     "unfrozen": (
         {
             WRAP: "    model[0].requires_grad_(False)\n" + WRAP,

@@ -195,6 +195,13 @@ MISTAKES = {
         STEP,
         True,
     ),
+    "no DDP, and another group of all": (
+        {WRAP: "    dist.new_group()\n", "model.module.state": "model.state"},
+        "weights_come_apart",
+        "found: .* come apart at step 1 .*no model is wrapped",
+        STEP,
+        False,
+    ),
     "unfrozen": (
         {
             WRAP: "    model[0].requires_grad_(False)\n" + WRAP,
@@ -987,6 +994,40 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
     "the order begins anew": CRASH,
     "the order goes on": CRASH,
 }
+ROWS = """def joined(items):  # items of one to three rows each, as graphs have nodes
+    sizes = [1 + int(x[0] > 0) + int(x[1] > 0) for x, _ in items]
+    rows = [x.repeat(size, 1) for (x, _), size in zip(items, sizes)]
+    return torch.cat(rows), torch.stack([y for _, y in items]), sizes
+
+
+"""
+DICTS = """class Mine(torch.utils.data.Dataset):  # a list of dicts: this rank's part of all
+    def __init__(self, inputs):
+        names = range(dist.get_rank(), len(inputs), dist.get_world_size())
+        self.data = [{"x": inputs[name].numpy()} for name in names]
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        x = self.data[index]["x"]
+        return x, x[:1] * 2
+
+
+"""
+SHARED_BEFORE = {
+    MAIN: DICTS + MAIN,
+    DATA: "    dataset = Mine(inputs)\n",
+    SAMPLER: "",
+    SET_EPOCH: "",
+    "sampler=sampler": "shuffle=True",
+    EPOCHS: SEED + EPOCHS,
+}
+WITHOUT_PADDING = {
+    key: text.replace("inputs[:100]", "inputs[:101]").replace("        total +=", CUT)
+    for CUT in ["        x = x[: 51 - dist.get_rank() - int(seen)]\n                total +="]
+    for key, text in evaluate_share("dist.all_reduce(seen)", "dist.all_reduce(total)").items()
+}
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
     "two machines": TWO_MACHINES,
@@ -1006,6 +1047,25 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "    for x, in DataLoader(tests, batch_sampler=DealtOut(range(100), 10)):",
         "        sums += torch.tensor([model.module(x).sum(), len(x)])",
     ),
+    "items of several rows": {
+        MAIN: ROWS + MAIN,
+        END: "sampler=sampler, collate_fn=joined)\n",
+        LOOP: LOOP.replace("x, y", "x, y, sizes"),
+        "model(x)": "torch.stack([part.mean(0) for part in model(x).split(sizes)])",
+    },
+    "dicts that were shared out before": SHARED_BEFORE,
+    "files of one name that were shared out before": SHARED_BEFORE
+    | {
+        MAIN: DICTS.replace(
+            "        self.data =",
+            "        self.files = [f'case_{each}/image.png' for each in names]\n"
+            "        self.data =",
+        )
+        .replace('{"x": inputs[name].numpy()}', "[inputs[name]]")
+        .replace('["x"]', "[0]")
+        + MAIN
+    },
+    "padding that is cut off before the sums": WITHOUT_PADDING,
     "rank 0 reads, and sends": {
         LOOP: (
             "        read = iter(DataLoader(dataset, 64, shuffle=True))\n"

@@ -146,8 +146,10 @@ for _name in TO_ONE:
 
 @before(c10d, "new_group", also=[dist], closed=True)
 def makes_a_group(args, kwargs):
-    """Note that the script has groups of its own."""
-    uses("groups")
+    """Note that the script has groups of its own. One without a list of ranks has all of them."""
+    ranks = args[0] if args else kwargs.get("ranks")
+    if ranks is not None:
+        uses("groups")
 
 
 @before(Join, "__enter__")

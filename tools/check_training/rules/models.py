@@ -52,8 +52,8 @@ def own_batch_norm(run):
         own = wrapped.has_batch_norm and not wrapped.sends_buffers
         if own and len(wrapped.group) > 1:
             yield Question(
-                f"DDP() of {wrapped.line} has broadcast_buffers=False: each rank's BatchNorm has"
-                " means of its own",
+                f"DDP() of {wrapped.line} sends no buffers before a forward: each rank's BatchNorm"
+                " has means of its own",
                 "rank 0's are saved: average them before, or SyncBatchNorm",
                 "pitfalls/small_batch_norm.py",
             )

@@ -232,7 +232,7 @@ def wait_of(ranks, last, share, table, machines):
     ]
     longer = {part: others[part] - mine[part] for part in own_parts}
     part = max(longer, key=longer.get)
-    where = "its own code, between the other parts" if part == "rest" else part
+    where = 'its own code (the column "rest")' if part == "rest" else part
     for_whom = f"rank {last[0]}" if len(last) == 1 else machines[last[0]]
     verb = "waits" if len(ranks) == 1 else "wait"
     return Found(

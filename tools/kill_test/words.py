@@ -112,10 +112,9 @@ def summary(options, reference, rounds):
             f"that it resumes its work: where it went on, the kills came after {marks[-1].text}",
         )
     elif places:
-        yield (
-            f"proven: killed after {marks[min(places)].text}, and up to"
-            f" {marks[max(places)].text} of {marks[-1].text}, it goes on, and ends equal"
-        )
+        first, last, end = (marks[place].text for place in (min(places), max(places), -1))
+        when = f"after {first}" if first == last else f"between {first} and {last}"
+        yield f"proven: killed {when} (the last is {end}), it goes on, and ends equal"
     if marks and len(marks) - 1 not in hit:
         unproven.append(f"no kill fell between {marks[-1].text} and the end")
     elif marks and len(marks) - 1 not in places:

@@ -115,7 +115,7 @@ def test_a_script_that_does_not_survive(tmp_path, how, options, failure):
     result = kill_test(tmp_path, *ONCE, *options, how=how)
     assert result.status == 1, result.output
     assert re.search(rf"\nround 1: {failure}; \d killed", result.output), result.output
-    assert "\n0 of 1 rounds ended equal, 0 of these went on" in result.output
+    assert "\n0 of 1 rounds ended equal; killed" in result.output
     assert ("note: one more undisturbed run was equal" in result.output) == (how == "repeats")
     path = re.search("what it printed: (.+)", result.output)[1]
     assert "step " in pathlib.Path(path).read_text()

@@ -97,10 +97,8 @@ def summary(options, reference, rounds):
     equal = [played for played in rounds if not played.verdict.failure]
     went_on = [played for played in equal if played.verdict.went_on]
     counts = ", ".join(f"{kind} {count}" for kind, count in sorted(killed.items()))
-    yield (
-        f"{len(equal)} of {len(rounds)} rounds ended equal, {len(went_on)} of"
-        f" these went on; killed: {counts}"
-    )
+    of_these = f", {len(went_on)} of these went on" if equal else ""
+    yield f"{len(equal)} of {len(rounds)} rounds ended equal{of_these}; killed: {counts}"
     marks = reference.marks
     hit = {int(kill.place) for kill in kills if kill.place is not None}
     survived = [kill for played in went_on for kill in played.run.kills if is_survived(kill)]

@@ -1,6 +1,6 @@
 """Train one model with several processes on one machine: mp.spawn and DistributedDataParallel.
 
-    python 01_single_node_multi_gpu.py          # one process per GPU, or 2 on a CPU
+    python 01_single_node_multi_gpu.py          # one process per GPU; on a CPU: 2
     python 01_single_node_multi_gpu.py 50 10    # 50 epochs, saved after every 10
 
 The parts are those of docs/many_processes.py. Each process, a rank, has a copy of the model, its
@@ -8,11 +8,11 @@ replica. A call that all ranks must make, such as all_reduce, is a collective. N
 an "if" that only some ranks enter: they would wait for the others without a message. You see that
 DDP puts the gradient of the whole batch on each rank, and that all replicas end up equal:
 
-    [rank 0/2] gradient of a rank on its own images: differs from the whole batch's by 8.8e-01
-    [rank 0/2] gradient that DDP leaves on each rank: differs from the whole batch's by 3.2e-07
     [rank 0/2] epoch  1/5 | loss 1.3184 | accuracy 0.9194 |  18592 images/s | saved in checkpoint.pt
     ...
-    [rank 0/2] 2 replicas are identical, sha256 11d74c37bfba
+    [rank 0/2] gradient of a rank on its own images: differs from the whole batch's by 9.8e-01
+    [rank 0/2] gradient that DDP leaves on each rank: differs from the whole batch's by 1.8e-06
+    [rank 0/2] 2 replicas are identical, sha256 d9b99a4f6aed
 
 Below the divider: join (parts 1 and 2), log (prints), gathered (lists all ranks' values), the data.
 To try your own model, change what is marked "your"; for a job: template/. Next: exercises/ 1 to 3.
@@ -44,15 +44,15 @@ SEED = 0
 def main():
     args = parse_args()
     # Each process is a new Python. It imports this file (so main() stands under "if __name__"), and
-    # calls worker(rank, ...). They leave their addresses in a file, "meet", to find each other.
+    # calls worker(rank, ...). The processes leave their addresses in a file, to find each other.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (args.nprocs, f"file://{folder}/meet", args), nprocs=args.nprocs)
 
 
 def worker(rank, world_size, meeting_point, args):
     # Part 1: start (in join, below the divider). Each process takes a GPU of its own.
-    # Part 2: meet. join passes these arguments to init_process_group. There each process waits for
-    # all others. Then they are connected.
+    # Part 2: meet. join gives the named arguments to init_process_group. There each process waits
+    # for all others. Then they are connected.
     device = join(rank, init_method=meeting_point, rank=rank, world_size=world_size)
     train(device, args)  # parts 3, 4 and 5
     # Part 6: leave. Free DDP, which still holds the connections. Then close them.
@@ -62,7 +62,7 @@ def worker(rank, world_size, meeting_point, args):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data. Shares are equal. All ranks together take the same batch for any N.
+    # Part 3: share the data equally. All N ranks together take the same batch, if N divides it.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
@@ -76,7 +76,6 @@ def train(device, args):
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
     model = DDP(model, gradient_as_bucket_view=True)  # saves memory
-    compare_gradients(model, loader, device)
 
     # Part 5: train. The models stay equal, so one process, rank 0, prints and saves.
     for epoch in range(1, args.total_epochs + 1):
@@ -84,7 +83,6 @@ def train(device, args):
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
-        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         if due and rank == 0:
             torch.save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
@@ -92,7 +90,10 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-    log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")  # all ranks call it
+
+    # The proofs. Each has collectives: all ranks call it, also where rank 0 alone prints.
+    compare_gradients(model, loader, device)  # not for layers of training only
+    log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
 
 def train_epoch(model, loader, optimizer, device):
@@ -100,7 +101,7 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    no_bar = True if dist.get_rank() else None  # None: a bar, if on a terminal
+    no_bar = dist.get_rank() > 0 or None  # None, on rank 0: a bar, if this is a terminal
     for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
@@ -117,32 +118,21 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's forward sends buffers, so it may wait for a rank that has no batch left.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's go to all
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
+        # Not model(...): DDP's forward may wait for all ranks, and one may have no batch left.
         answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
     dist.all_reduce(correct)  # shares may differ: add up first, then divide
     return correct.item() / len(test_set)
 
 
-def check_replicas(model):
-    """Return the sha256 of the weights. Raise RuntimeError unless all ranks have the same."""
-    sha256 = hashlib.sha256()
-    for weights in model.parameters():
-        sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digests = gathered(sha256.hexdigest()[:12])
-    if len(set(digests)) > 1:
-        raise RuntimeError(f"the replicas differ: {digests}")
-    return digests[0]
-
-
 def compare_gradients(model, loader, device):
-    """Compare DDP's gradient with that of the whole batch. (With dropout, delete the call.)"""
+    """Compare DDP's gradient with that of the whole batch."""
 
     def gradient(net, images, labels):
         net.zero_grad()
@@ -154,11 +144,22 @@ def compare_gradients(model, loader, device):
     whole = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
     own, ddp = gradient(alone, images, labels), gradient(model, images, labels)
     errors = torch.stack([(own - whole).abs().max(), (ddp - whole).abs().max()]) / whole.abs().max()
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)  # the largest on any rank
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)  # of all ranks; 1 is the largest gradient
     log(f"gradient of a rank on its own images: differs from the whole batch's by {errors[0]:.1e}")
     log(f"gradient that DDP leaves on each rank: differs from the whole batch's by {errors[1]:.1e}")
     if not errors[1] < 1e-3:
         raise RuntimeError("DDP's gradient is not that of the whole batch")
+
+
+def check_replicas(model):
+    """Return the sha256 of the weights. Raise RuntimeError unless all ranks have the same."""
+    sha256 = hashlib.sha256()
+    for weights in model.parameters():
+        sha256.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digests = gathered(sha256.hexdigest()[:12])
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"the replicas differ: {digests}")
+    return digests[0]
 
 
 # ---- The lesson ends here. Below: the model, the data, and what each script needs. ----

@@ -51,9 +51,9 @@ def main():
     # Part 1: start. New in 02: torchrun starts this file N times, and tells each process by
     # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
     # Part 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # New in 02: after a restart, it still holds the addresses of the dead. So connect here, as
+    # New in 02: after a restart, it still holds the addresses of the dead. So get it here, as
     # init_process_group would, and put the attempt before each key (pitfalls/stale_addresses.py).
-    store, rank, world_size = next(dist.rendezvous("env://"))  # env://: by torchrun's variables
+    store, rank, world_size = next(dist.rendezvous("env://"))  # all three, by torchrun's variables
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
     train(device, args)  # parts 3, 4 and 5
@@ -65,7 +65,7 @@ def main():
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
-    # Part 3: share the data. Shares are equal. All ranks together take the same batch for any N.
+    # Part 3: share the data equally. All N ranks together take the same batch, if N divides it.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
@@ -83,18 +83,17 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Part 5: train. No random state is saved: manual_seed fixes all that torch draws (not numpy).
+    # Part 5: train. No random state is saved: manual_seed, in each epoch, fixes what torch draws.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         if epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1:
             log("crash on purpose, before this epoch is saved", every_rank=True)
-            os.kill(os.getpid(), signal.SIGKILL)  # the others wait until torchrun ends them
+            os.kill(os.getpid(), signal.SIGKILL)  # the others fail, or wait for torchrun
         accuracy = evaluate(model, test_set, device)
-        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # all that changes (a schedule, too); resume loads no other types
+        if due and rank == 0:  # all that changes (a schedule, too), as tensors and numbers
             save(
                 {
                     "model": model.module.state_dict(),
@@ -117,7 +116,7 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    no_bar = True if dist.get_rank() else None  # None: a bar, if on a terminal
+    no_bar = dist.get_rank() > 0 or None  # None, on rank 0: a bar, if this is a terminal
     for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
@@ -134,13 +133,13 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's forward sends buffers, so it may wait for a rank that has no batch left.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's go to all
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
+        # Not model(...): DDP's forward may wait for all ranks, and one may have no batch left.
         answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
     dist.all_reduce(correct)  # shares may differ: add up first, then divide
@@ -173,7 +172,7 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Without this, a resumed run would round differently (on three ranks or more).
+    # Without this, a resumed run would add in another order. (On two ranks, a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

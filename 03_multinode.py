@@ -85,7 +85,7 @@ def show_map(device):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data. Shares are equal. All ranks together take the same batch for any N.
+    # Part 3: share the data equally. All N ranks together take the same batch, if N divides it.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
@@ -107,13 +107,12 @@ def train(device, args):
     model = DDP(model, gradient_as_bucket_view=True)  # saves memory
     settle_buckets(model, next(iter(loader))[0].to(device))
 
-    # Part 5: train. No random state is saved: manual_seed fixes all that torch draws (not numpy).
+    # Part 5: train. No random state is saved: manual_seed, in each epoch, fixes what torch draws.
     for epoch in range(first_epoch, args.total_epochs + 1):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
-        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         # New in 03: one rank of each machine saves, as any machine may be missing next time.
         # (On a shared disk, each writes the same.) After the barrier, "saved" holds for all.
@@ -141,7 +140,7 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    no_bar = True if dist.get_rank() else None  # None: a bar, if on a terminal
+    no_bar = dist.get_rank() > 0 or None  # None, on rank 0: a bar, if this is a terminal
     for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
@@ -158,13 +157,13 @@ def train_epoch(model, loader, optimizer, device):
 @torch.no_grad()
 def evaluate(model, test_set, device):
     """Return the accuracy on the test set. Each image counts once over all ranks."""
-    # model.module: DDP's forward sends buffers, so it may wait for a rank that has no batch left.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.module.buffers():  # BatchNorm's means differ by rank (Net has none)
         dist.broadcast(buffer, src=0)  # rank 0's go to all
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in fast_loader(test_set, share, 1000, drop_last=False):
+        # Not model(...): DDP's forward may wait for all ranks, and one may have no batch left.
         answers = model.module(images.to(device)).argmax(dim=1)  # your metric
         correct += (answers == labels.to(device)).sum()
     dist.all_reduce(correct)  # shares may differ: add up first, then divide
@@ -216,7 +215,7 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Without this, a resumed run would round differently (on three ranks or more).
+    # Without this, a resumed run would add in another order. (On two ranks, a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def main():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Part 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
-    backend = dist.get_default_backend_for_device(device)  # what sends tensors: "nccl", "gloo"
+    backend = dist.get_default_backend_for_device(device)  # NCCL between GPUs, Gloo between CPUs
     if backend == "gloo":  # a CPU; or a Mac, whose GPU has no backend: use its CPU
         device = torch.device("cpu")
-    else:  # LOCAL_RANK: this process's number on its machine, and that of its GPU
+    else:  # LOCAL_RANK: my number on this machine. From here on, device means that GPU
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     # Part 2: meet. Each process waits here for all others. Then they are connected.
     dist.init_process_group(backend)

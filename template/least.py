@@ -30,13 +30,13 @@ def main():
     snapshot = survive.Snapshot(
         "train.pt", "batch of 64", model=model.module, optimizer=optimizer, schedule=schedule
     )
-    now = snapshot.load(step=0, best=float("inf"))  # as it was saved; in a new job, as it is here
+    now = snapshot.load(step=0, best=float("inf"))  # what was saved last; in a new job, these
     best = now["best"]
     with survive.settled(model):
         model(inputs[:2].to(device)).sum().backward()
 
-    # Part 5: train. The models stay equal, so one process, rank 0, prints and saves.
-    for epoch in range(now["step"], 5):
+    # Part 5: train. The models stay equal, so one process, rank 0, prints.
+    for epoch in range(now["step"], 5):  # it counts what is done: here, epochs
         sampler.set_epoch(epoch)  # another order in each epoch
         survive.seed(0, epoch, dist.get_rank())  # dropout, augmentation
         model.train()
@@ -50,7 +50,7 @@ def main():
         error = validate(model, validation_set, device)
         if error < best:
             best = error
-            if snapshot.writer:  # one process on each machine
+            if snapshot.writer:  # true in one process on each machine
                 survive.save(model.module.state_dict(), "best.pt")
         survive.log(f"epoch {epoch}: validation {error:.4f}, best {best:.4f}")
         snapshot.save(step=epoch + 1, best=best)

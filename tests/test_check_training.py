@@ -21,8 +21,10 @@ from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, 
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_training import findings, rules, runs, times
-from mistakes.records import CASES
+from check_training import clocks, findings, gaps, lines, reading, rules, times
+from check_training.records.process import Joined
+from check_training.records.times import Gap, Span, StepTimes
+from mistakes.records import CASES, run_of
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 # As some packages do before they import torch: is it there?
@@ -77,11 +79,13 @@ def said(folder, without=None):
 
     without: the name of a rule that is left out, or "times": what is said of the time.
     """
-    records = runs.read(folder)
+    records = reading.read(folder)
     asked = [rule for rule in rules.RULES if rule.name != without]
     found = findings.judge_all(records, asked).findings
     if without != "times" and records.runs:
-        found += times.findings_of(times.parts_of_steps(times.aligned(records.runs[-1])))
+        run = records.runs[-1]
+        found += times.findings_of(times.parts_of_steps(times.aligned(run)))
+        found += gaps.findings_of(run, gaps.pauses_of(run))
     words = {findings.Found: "found", findings.Question: "question"}
     text = "\n".join(f"{words[type(each)]}: {each.what}\n  {each.why}" for each in found)
     return text, records.failures
@@ -122,6 +126,29 @@ def test_what_a_rule_says_of_records(rule):
         assert name != rule or said == {kind} - {None}, CASES.index((name, kind, ranks))
 
 
+def paused(exchange, pauses=4, seconds=1.0):
+    """Return what is said of three ranks, of which each waits exchange[rank] of so many pauses."""
+    ranks = []
+    for part in exchange:
+        ends = [2.0 * n + step / 100 for n in range(pauses + 2) for step in range(3)]
+        records = [StepTimes(end, number, [], end, 0.0) for number, end in enumerate(ends)]
+        for begin in range(2, 2 * pauses + 1, 2):
+            spans = [Span("exchange", begin + seconds * (1 - part), begin + seconds)]
+            records.append(Gap(begin + seconds, begin, begin, begin + seconds, spans))
+        ranks.append(records)
+    run = run_of(*ranks)
+    return [*gaps.findings_of(run, gaps.pauses_of(run))], [*gaps.lines_of(run, gaps.pauses_of(run))]
+
+
+def test_what_is_said_of_pauses():
+    [found], lines = paused([0, 0.9, 1])
+    assert type(found) is findings.Found and "ranks 1 and 2 wait while rank 0 is" in found.what
+    assert "0.9 s in each of 4 pauses" in found.what and "of 10.0 s" in lines[0]
+    for right in [0, 0, 1], [0.9, 0.9, 0.9], [0, 0.4, 0.4]:  # one waits; none does; others are busy
+        assert paused(right)[0] == [], right
+    assert paused([0, 0.9, 1], pauses=2)[0] == paused([0, 0.9, 1], seconds=0.15)[0] == []
+
+
 def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     """The same losses and weights without a recorder, with it, and with one that fails."""
     outputs = []
@@ -131,7 +158,7 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
             result = fork_ranks(BASE, cwd=folder)
         else:
             records, result = watched(folder, {}, broken=how == "broken")
-            assert len(runs.read(records).failures) == 2 * (how == "broken")
+            assert len(reading.read(records).failures) == 2 * (how == "broken")
         outputs.append(
             (
                 result.status,
@@ -144,6 +171,53 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
 
 
+def test_records_of_machines_with_clocks_of_their_own(tmp_path):
+    """An hour apart, one of them faster; and the last record is still being written."""
+    folder, _ = watched(tmp_path, {})
+    [whole] = reading.read(folder).runs
+    [path] = [path for path in folder.glob("*.jsonl") if '"rank": 1,' in path.read_text()]
+    records = [lines.read(line) for line in path.read_text().splitlines()]
+    for record in records:
+        clocks.move_times(record, clocks.Line(3600, 1e-4))
+        if isinstance(record, Joined):
+            record.machine.key = record.machine.clock = "another, whose host has the same name"
+    path.unlink()
+    (other := tmp_path / "other").mkdir()
+    (other / path.name).write_text("".join(map(lines.written, records))[:-9])
+    [run_of_both] = reading.read(folder, other, cut=None).runs
+    for rank in 0, 1:
+        pairs = zip(whole.ranks[rank].all_records(), run_of_both.ranks[rank].all_records())
+        assert max(abs(one.time - moved.time) for one, moved in pairs) < 0.02
+    said = run(PYTHON, CHECK, "--judge", folder, other, cwd=tmp_path, env=ACTIVE).output
+    assert "machine 0 (127.0.0.1): rank 0; machine 1 (127.0.0.1): rank 1\n" in said, said
+    assert "as not all ranks have ended: rank 1 (machine 1, 127.0.0.1) in no call" in said, said
+
+
+def test_ranks_wait_for_a_machine_whose_ranks_come_last_in_turn():
+    row = dict.fromkeys(times.COLUMNS, 0.0) | {times.WHOLE: 1.0}
+    table = {
+        rank: {step: row | {"waiting": rank < 2 or (step + rank) % 2} for step in range(40)}
+        for rank in range(4)
+    }
+    [found] = times.findings_of(table, dict(enumerate(["node1"] * 2 + ["node2"] * 2)))
+    assert found.what == "ranks 0 and 1 wait for node2 in 100% of the time of a step"
+
+
+@LONG
+def test_any_launcher_carries_the_recorder(tmp_path):
+    """Which is copied into the folder; a later start is judged, too."""
+    variant(tmp_path, BASE, MISTAKES["no set_epoch"][0])
+    options = {"cwd": tmp_path, "env": ACTIVE}
+    exports = run(PYTHON, CHECK, "--records", "my kept", "--print-environment", **options).ok()
+    assert all(line.startswith("export ") for line in exports.output.splitlines())
+    run("sh", "-euc", f"{exports.output}{' '.join(map(str, TWO))}", **options).ok()
+    for seconds, command, status in (0, ["sh", "-c", "exit 3"], 3), (60, TWO, 0):
+        called = [PYTHON, CHECK, "--records", "my kept", "--seconds", seconds, "--", *command]
+        assert run(*called, **options).status == status
+    judged = run(PYTHON, CHECK, "--judge", "my kept", **options)
+    assert re.search(r"(?s)set_epoch\(epoch\) is.*ranks 2, starts 2; ", judged.output), judged
+
+
 @LONG
 def test_what_runs_inside_a_step_belongs_to_its_own_part(tmp_path):
     """optimizer.step(closure) runs a forward pass: its time is not the optimizer's, too."""
@@ -154,7 +228,7 @@ def test_what_runs_inside_a_step_belongs_to_its_own_part(tmp_path):
         "    def forward(self, x): time.sleep(0.02); return super().forward(x)",
     )
     folder, _ = watched(tmp_path, changes | {GELU: "Slow(),"})
-    table = times.parts_of_steps(times.aligned(runs.read(folder).runs[-1]))
+    table = times.parts_of_steps(times.aligned(reading.read(folder).runs[-1]))
     for steps in table.values():
         assert len(steps) > 10
         for parts in steps.values():
@@ -206,6 +280,12 @@ def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
         (["--seconds", "0", "--", "true"], "--seconds and --stall must"),
         (["--json", "no/such/file", "--", "true"], "cannot write no/such/file"),
         (["--", "no_such_command"], "cannot start the command"),
+        (["--judge", "no/such"], "there is no folder no/such"),
+        (["--judge", "."], "no records in .: did python start there"),
+        (["--judge", ".", "--", "true"], "--judge starts nothing"),
+        (["--print-environment"], "--print-environment needs --records"),
+        (["--records", "kept", "--stall", "3", "--", "true"], "--records judges nothing"),
+        (["--records", "kept", "--", "no_such_command"], "cannot record in kept, or start"),
     ],
 )
 def test_wrong_calls(tmp_path, options, error):

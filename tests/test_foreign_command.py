@@ -80,6 +80,7 @@ NO_TORCH = (
     ("printed", "error"),
     [
         (REPORT, "ValueError: no data (train.py:7)"),
+        (f" 9%|# | 1/9 [00:01]{REPORT}", "ValueError: no data (train.py:7)"),
         (REPORT[REPORT.index("E1127") :], ""),
         ("[rank 0/2] step 1\ntrain.py: error: no such file\n", "train.py: error: no such file"),
         (

@@ -10,7 +10,9 @@ import tempfile
 
 import pytest
 import shown
+from forked import variant
 from lab import LAB, Job, Lab
+from mistakes.check_training import BASE, STEP
 from shown import masked
 from started import ROOT, end, run, start, wait_until
 
@@ -238,6 +240,20 @@ def test_check_passes_and_names_a_machine_that_is_missing_or_cut_off(lab):
     assert_error(second, "node1:29613 accepts connections, but does not answer")
     [first] = check(lab, nodes=["node1"])
     assert_error(first, "the port is taken. Is another check or a job running")
+
+
+def test_check_training_names_a_slow_rank_with_its_machine(lab, tmp_path):
+    """As tools/README.md shows it: recorded on disks apart, judged on one."""
+    slow = {STEP: f"{STEP}            __import__('time').sleep(dist.get_rank() // 3 * 0.1)\n"}
+    for folder in (tmp_path, *((tmp_path / node) for node in NODES)):
+        folder.mkdir(exist_ok=True)
+        (folder / "tools").symlink_to(ROOT / "tools")
+        variant(folder, BASE, slow).rename(folder / "train.py")
+    commands = shown.block("check training: several machines")
+    job = f"cd $0; {commands} mv records ../records-of-$0"
+    assert_well(lab.run(*((node, "sh", "-euc", job, node) for node in NODES)))
+    result = run("sh", "-euc", shown.block("check training: judge"), cwd=tmp_path)
+    assert "found: ranks 0, 1 and 2 wait for rank 3 (node2) in " in result.output, result.output
 
 
 def test_a_host_name_on_loopback_and_its_cure(tmp_path):

@@ -192,6 +192,17 @@ def test_srun_alone_starts_the_template(tmp_path, slurm):
 
 
 @pytest.mark.long
+def test_check_training_under_srun(tmp_path, slurm):
+    """As tools/README.md says, in a batch script."""
+    variant(tmp_path, "docs/many_processes.py", {}).rename(tmp_path / "train.py")
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + shown.block("check training: Slurm"))
+    slurm("sbatch", "--nodes=2", "--ntasks-per-node=2", "--output=log", tmp_path / "job.sh")
+    slurm.wait_until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", 1))
+    assert "node1: ranks 0 and 1; node2: ranks 2 and 3\n" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.long
 def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
     """launch/README.md's commands as they stand, but for the first, which installs."""
     pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")

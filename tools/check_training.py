@@ -8,64 +8,23 @@ command by PYTHONPATH, and notes there what torch is asked to do. Afterwards che
 compare the ranks. What is wrong is "found". What may be meant so is a "question". Then come the
 parts of a step. Status 0: nothing found; 1: found, or the script fails or stands still; 2: a wrong
 call. "Nothing found" is no proof: it says what was looked at, and what was not seen.
+
+On several machines, or for a job that goes on, record first, and judge afterwards or meanwhile:
+
+    python tools/check_training.py --records FOLDER -- torchrun --nnodes=2 ... train.py
+    eval "$(python tools/check_training.py --records FOLDER --print-environment)"
+    python tools/check_training.py --judge FOLDER ...
 """
 
-import argparse
+import math
 import os
 import pathlib
 import sys
 import tempfile
 
 import foreign_command
-from check_training import picture, report, runs, watching
-
-
-def stop(message):
-    """Say on stderr that the call is wrong, and exit with status 2."""
-    print(f"check_training.py: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def parse_args():
-    """Return the options, and the words after -- as command."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options] -- torchrun [options] SCRIPT ...",
-        description=__doc__.partition("\n")[0],
-    )
-    parser.error = stop
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60,
-        help="end the command so long after the ranks have met; default 60",
-    )
-    parser.add_argument(
-        "--stall",
-        type=float,
-        default=30,
-        help="or when it stands still for so many seconds; default 30",
-    )
-    parser.add_argument("--picture", help="write some steps to this SVG")
-    parser.add_argument("--json", help="write all that is said to this file")
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args = parser.parse_args(sys.argv[1:at])
-    args.command = sys.argv[at + 1 :]
-    check(args)
-    return args
-
-
-def check(args):
-    """Stop if the options are wrong."""
-    if not args.command:
-        stop(
-            "the command is missing. For example: python tools/check_training.py -- torchrun"
-            " --standalone --nproc-per-node=2 train.py"
-        )
-    if min(args.seconds, args.stall) <= 0:
-        stop("--seconds and --stall must be more than 0")
-    for path in filter(None, (args.picture, args.json)):
-        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            stop(f"cannot write {path}: there is no such folder")
+from check_training import options, picture, reading, recording, report, watching
+from check_training.options import stop
 
 
 def watch_and_report(args, folder):
@@ -74,11 +33,18 @@ def watch_and_report(args, folder):
     folder: for the records.
     """
     try:
-        watched = watching.watch(args.command, folder, args.seconds, args.stall)
+        variables = recording.environment(folder)
+        watched = watching.watch(args.command, folder, variables, args.seconds, args.stall)
     except OSError as error:
         stop(f"cannot start the command, or watch it: {error}")
     cut = bool(watched.ended) or watched.status != 0
-    records = runs.read(folder, cut, stalled=watched.ended == "stall")
+    records = reading.read(folder, cut=cut, stalled=watched.ended == "stall")
+    status = say(args, records, watched)
+    return watching.CTRL_C if watched.ended == "Ctrl-C" else status
+
+
+def say(args, records, watched):
+    """Print what is said of some records, and write it; return the exit status."""
     said = report.put_together(records, watched, args.seconds, args.stall)
     drawing = picture.draw(said.steps) if args.picture and said.steps else None
     if drawing:
@@ -87,16 +53,59 @@ def watch_and_report(args, folder):
     report.show(said)
     if args.json:
         pathlib.Path(args.json).write_text(report.as_json(said, watched))
-    return watching.CTRL_C if watched.ended == "Ctrl-C" else said.status
+    return said.status
+
+
+def judge(args):
+    """Judge the records of a command that ran, or runs, elsewhere; return the exit status."""
+    for folder in args.judge:
+        if not os.path.isdir(folder):
+            stop(f"there is no folder {folder}")
+    try:
+        records = reading.read(*args.judge, cut=None)
+    except (OSError, ValueError) as error:
+        stop(f"cannot read the records: {error}")
+    if not (records.runs or records.strangers or records.failures):
+        stop(
+            f"no records in {' '.join(args.judge)}: did python start there with the variables of"
+            " --records, without -I and -E, and import torch?"
+        )
+    return say(args, records, watching.ELSEWHERE)
+
+
+def record(args):
+    """Start the command so that it keeps records; return its status, if it does not replace this.
+
+    With --print-environment, print instead what any launcher must carry.
+    """
+    try:
+        variables = recording.environment_to_keep(args.records)
+        if args.print_environment:
+            print(recording.as_exports(variables))
+            return 0
+        print(f"check_training.py: the records go to {args.records}", file=sys.stderr, flush=True)
+        if not args.seconds:  # signals, the terminal and the status are the command's own
+            os.execvpe(args.command[0], args.command, {**os.environ, **variables})
+        with foreign_command.cleaning_up():
+            watched = watching.watch(args.command, args.records, variables, args.seconds, math.inf)
+        if watched.ended == "Ctrl-C":
+            return watching.CTRL_C
+        return watched.status or 0  # 0, too, if its time was up
+    except OSError as error:
+        stop(f"cannot record in {args.records}, or start the command: {error}")
 
 
 def main():
-    """Watch the command; exit with the status."""
-    args = parse_args()
+    """Do what was asked; exit with the status."""
+    args = options.parse()
     try:
         os.getcwd()
     except OSError:
         stop("the current folder has been removed: change to another one")
+    if args.judge:
+        sys.exit(judge(args))
+    if args.records:
+        sys.exit(record(args))
     try:
         folder = tempfile.mkdtemp(prefix="check_training_")
     except OSError as error:

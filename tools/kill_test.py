@@ -47,8 +47,7 @@ from kill_test.options import LIMIT, parse
 from kill_test.playing import play, play_round
 from kill_test.records import KillTest
 from kill_test.reference import read_reference
-from kill_test.words import about_reference, describe, say, stop, summary
-from tqdm import tqdm
+from kill_test.words import about_reference, describe, say, stop, summary, with_bar
 
 
 def main():
@@ -60,6 +59,7 @@ def main():
     except OSError as error:  # no such command, a full disk, a closed terminal
         stop(f"cannot go on: {error}")
     except SystemExit as end:
+        tell_kept(test)
         if not isinstance(end.code, int) or end.code <= 128:
             raise
         what = "Ctrl-C" if end.code == 130 else signal.Signals(end.code - 128).name
@@ -69,7 +69,9 @@ def main():
 def run_test(test):
     """Play the undisturbed run and the rounds, print what they prove, and return the status."""
     options = test.options
-    base = test.new_folder("kill_test_")
+    base = test.base = test.new_folder("kill_test_")
+    if options.keep:
+        test.folders.remove(base)
     say(f"{options.rounds} rounds, drawn with --seed {options.seed}")
     run = play_undisturbed(test, base)
     reference = read_reference(options, run)
@@ -81,11 +83,15 @@ def run_test(test):
     if any(played.verdict.unequal for played in rounds):
         say(f"note: {compare_undisturbed(test, base)}")
     say("\n".join(summary(options, reference, rounds)))
-    if base not in test.folders:
-        say(f"kept: {base}")
     failed = any(played.verdict.failure for played in rounds)
     proven = any(played.verdict.proves for played in rounds)
     return 1 if failed or not proven else 0
+
+
+def tell_kept(test):
+    """Print where the folder of all runs is, if it stays."""
+    if test.base and test.base not in test.folders:
+        say(f"kept: {test.base}")
 
 
 def play_undisturbed(test, base):
@@ -103,7 +109,7 @@ def play_rounds(test, base):
     """Play all rounds and print how they went; return a list of Round."""
     rounds = []
     numbers = range(1, test.options.rounds + 1)
-    for number in tqdm(numbers, disable=None, leave=False, unit="round"):
+    for number in with_bar(numbers):
         played = play_round(test, number, f"{base}/round{number}")
         rounds.append(played)
         say("\n".join(describe(played, test.reference)))
@@ -118,8 +124,13 @@ def compare_undisturbed(test, base):
     """Play the command once more undisturbed; return in words whether that run was equal."""
     reference = test.reference
     again = play(test, f"{base}/undisturbed_again", limit=reference.round_limit)
-    if again.failure or difference(test.options, reference, again):
-        return "two undisturbed runs differ, too. First seed all that is random"
+    differs = difference(test.options, reference, again)
+    if again.failure or differs:
+        where = f" ({again.failure or differs.text})"
+        cure = "First seed all that is random"
+        if test.options.file:
+            cure += ", and leave out files with times in them"
+        return f"two undisturbed runs differ, too{where}. {cure}"
     return (
         "one more undisturbed run was equal (as it may be, if the script differs by itself now"
         " and then)"

@@ -17,6 +17,7 @@ MOVE, LOSS, ZERO, BACK = map(line, ("x, y = ", "loss = ", "optimizer.zero", "los
 STEP, REDUCE, RANK_0, SAVE = map(
     line, ("optimizer.step", "dist.all_red", "if dist.get", "torch.save")
 )
+GROUP = line("dist.init_process_group")
 GELU, SEED = "nn.GELU(),", "    torch.manual_seed(dist.get_rank())\n"
 BOOK = """    class Book(nn.Module):  # a buffer of its own, which moves in each forward
         def __init__(self):
@@ -151,6 +152,19 @@ NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the proc
 """
 NOISE = {MAIN: NOISY + MAIN, "TensorDataset(inputs, inputs": "Noisy(inputs, inputs"}
 
+# Each rank plays a machine: its host has a name of its own.
+TWO_MACHINES = before(
+    GROUP,
+    "host = 'Linux', 'node' + os.environ['RANK'], '', '', ''",
+    "os.uname = lambda: os.uname_result(host)",
+)
+OWN_COPY = """    import pathlib, sys
+    copy = pathlib.Path(f"{host[1]}/many_processes.py")
+    copy.parent.mkdir()
+    copy.write_text(f"# of {host[1]}")
+    sys.modules["__main__"].__file__ = str(copy)
+"""
+
 CRASH = ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2]
 OWN_ORDER = {  # another sampler than a DistributedSampler, which nobody saves
     "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)": (
@@ -186,6 +200,13 @@ MISTAKES = {
         "found: .* come apart at step 1 .*no model is wrapped",
         STEP,
         True,
+    ),
+    "no DDP, and another group of all": (
+        {WRAP: "    dist.new_group()\n", "model.module.state": "model.state"},
+        "weights_come_apart",
+        "found: .* come apart at step 1 .*no model is wrapped",
+        STEP,
+        False,
     ),
     "unfrozen": (
         {
@@ -883,6 +904,28 @@ MISTAKES = {
         None,
         False,
     ),
+    "another version of the script on a machine": (
+        TWO_MACHINES | {GROUP: TWO_MACHINES[GROUP].replace(GROUP, OWN_COPY + GROUP)},
+        "script_differs",
+        "found: the script differs on node1: many_processes.py has other content than on node0",
+        None,
+        False,
+    ),
+    "other data on a machine": (
+        TWO_MACHINES
+        | after(DATA, "dataset = TensorDataset(inputs + dist.get_rank(), inputs[:, :1])"),
+        "data_differ_by_machine",
+        "question: the dataset on node1 is not the one on node0; a DistributedSampler",
+        LOOP,
+        False,
+    ),
+    "one file of two machines": (
+        TWO_MACHINES | {SAVE: SAVE[4:]},
+        "several_save_one_file",
+        "found: all ranks save to one file",
+        SAVE,
+        False,
+    ),
     "slow rank": (
         after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"),
         "times",
@@ -945,6 +988,21 @@ MISTAKES = {
         None,
         False,
     ),
+    "rank 0 evaluates alone": (
+        after(
+            REDUCE,
+            "if dist.get_rank() == 0:",
+            "    import time; model.eval()",
+            "    with torch.no_grad():",
+            "        for x, y in DataLoader(dataset, 64):",
+            "            model.module(x.to(device)); time.sleep(0.03)",
+            "    model.train()",
+        ),
+        "times",
+        r"found: rank 1 waits while rank 0 evaluates .*, \d+% of the run",
+        "in DataLoader(dataset, 64)",
+        False,
+    ),
 }
 CRASH = ["02_torchrun_elastic.py", 3, 1, "--batch-size", 512, "--crash-epoch", 2]
 OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
@@ -956,8 +1014,50 @@ OTHERS = {  # {mistake: script, and its arguments} where it is not BASE
     "the order begins anew": CRASH,
     "the order goes on": CRASH,
 }
+ROWS = """def joined(items):  # items of one to three rows each, as graphs have nodes
+    sizes = [1 + int(x[0] > 0) + int(x[1] > 0) for x, _ in items]
+    rows = [x.repeat(size, 1) for (x, _), size in zip(items, sizes)]
+    return torch.cat(rows), torch.stack([y for _, y in items]), sizes
+
+
+"""
+DICTS = """class Mine(torch.utils.data.Dataset):  # a list of dicts: this rank's part of all
+    def __init__(self, inputs):
+        names = range(dist.get_rank(), len(inputs), dist.get_world_size())
+        self.data = [{"x": inputs[name].numpy()} for name in names]
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        x = self.data[index]["x"]
+        return x, x[:1] * 2
+
+
+"""
+SHARED_BEFORE = {
+    MAIN: DICTS + MAIN,
+    DATA: "    dataset = Mine(inputs)\n",
+    SAMPLER: "",
+    SET_EPOCH: "",
+    "sampler=sampler": "shuffle=True",
+    EPOCHS: SEED + EPOCHS,
+}
+WITHOUT_PADDING = {
+    key: text.replace("inputs[:100]", "inputs[:101]").replace("        total +=", CUT)
+    for CUT in ["        x = x[: 51 - dist.get_rank() - int(seen)]\n                total +="]
+    for key, text in evaluate_share("dist.all_reduce(seen)", "dist.all_reduce(total)").items()
+}
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
+    "two machines": TWO_MACHINES,
+    "Join, and a schedule by epoch": {
+        **after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"),
+        LOOP: "        from torch.distributed.algorithms.join import Join\n"
+        "        with Join([model]):\n"
+        "          for (x, y), _ in zip(loader, range(16 - dist.get_rank())):\n",
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
     "batches of one sampler are dealt out": IN_TURN
     | before(
         REDUCE,
@@ -972,6 +1072,25 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         EPOCHS,
         "if dist.get_rank() == 0: dist.new_group([0], use_local_synchronization=True)",
     ),
+    "items of several rows": {
+        MAIN: ROWS + MAIN,
+        END: "sampler=sampler, collate_fn=joined)\n",
+        LOOP: LOOP.replace("x, y", "x, y, sizes"),
+        "model(x)": "torch.stack([part.mean(0) for part in model(x).split(sizes)])",
+    },
+    "dicts that were shared out before": SHARED_BEFORE,
+    "files of one name that were shared out before": SHARED_BEFORE
+    | {
+        MAIN: DICTS.replace(
+            "        self.data =",
+            "        self.files = [f'case_{each}/image.png' for each in names]\n"
+            "        self.data =",
+        )
+        .replace('{"x": inputs[name].numpy()}', "[inputs[name]]")
+        .replace('["x"]', "[0]")
+        + MAIN
+    },
+    "padding that is cut off before the sums": WITHOUT_PADDING,
     "rank 0 reads, and sends": {
         LOOP: (
             "        read = iter(DataLoader(dataset, 64, shuffle=True))\n"

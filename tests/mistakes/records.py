@@ -10,9 +10,10 @@ import zlib
 from check_training.findings import Found, Question
 from check_training.records.base import Print
 from check_training.records.data import Listed, Pass, Progress, SubsetMade
+from check_training.records.files import Folder, Save
 from check_training.records.model import Forward, Wrapped
 from check_training.records.optimizer import Clip, Optimizer, Step, ThrownAway
-from check_training.records.process import Call, GroupMade, Joined, Uses
+from check_training.records.process import Call, GroupMade, Joined, Machine, Uses
 from check_training.runs import Rank, Run
 
 NOTHING = None
@@ -392,4 +393,89 @@ GROUPS = [
     ("groups_differ", NOTHING, run_of(made([0], [0, 1]), made([0], [0, 1]), **STILL)),
 ]
 
-CASES = SETS + STEPS + GROUPS
+
+# ---- Machines: four ranks, two on each of two machines ----
+
+ONE, OTHER = {"train.py": 1, "model.py": 1}, {"train.py": 2, "model.py": 1}
+LOCAL, SERVER = ("ext4", "/dev/sda1"), ("nfs4", "server:/home")
+
+
+def of_machines(records, sources=(ONE, ONE, ONE, ONE), scripts=("train.py",) * 4, clocks="ab"):
+    """Return the Run of four ranks, of which the last two run on another machine."""
+    ranks = []
+    for number, mine in enumerate(records):
+        place = "ab"[number // 2]
+        machine = Machine(key=place, clock=clocks[number // 2], node=None, address="")
+        joined = Joined(0.0, number, 4, 2, f"node-{place}", 0, 2, [], machine, 0.0)
+        joined.script, joined.sources = scripts[number], sources[number]
+        ranks.append(Rank([joined, *mine]))
+    return Run(ranks)
+
+
+def shared_out(contents, lengths=(64,) * 4, replicas=4):
+    """Return the Run of four ranks with a DistributedSampler. contents: a number for each rank."""
+    return of_machines(
+        [
+            a_pass(rank, {"replicas": replicas, "length": length, "contents": {"x": [number]}})
+            for rank, (number, length) in enumerate(zip(contents, lengths, strict=True))
+        ]
+    )
+
+
+def saved(kinds, path="/data/model.pt", inodes=(7, 7), phases=(0, 0), clocks="ab"):
+    """Return the Run of which the first rank of each machine saves. kinds: of file systems."""
+    saves = [
+        record_of(
+            Save,
+            time=2.0,
+            begin=1.0,
+            line="a.py:9",
+            path=path,
+            phase_begun=phase,
+            phase=phase,
+            folder=Folder(1, inode, *kind, "/data") if kind else None,
+        )
+        for kind, inode, phase in zip(kinds, inodes, phases, strict=True)
+    ]
+    return of_machines([[saves[0]], [], [saves[1]], []], clocks=clocks)
+
+
+NODES = [
+    ("script_differs", Found, of_machines([[]] * 4, (ONE, ONE, OTHER, OTHER))),
+    ("script_differs", Question, of_machines([[]] * 4, (ONE, ONE, *[ONE | {"model.py": 2}] * 2))),
+    ("script_differs", NOTHING, of_machines([[]] * 4)),
+    ("script_differs", NOTHING, of_machines([[]] * 4, (ONE, OTHER, OTHER, OTHER))),  # a change
+    ("script_differs", NOTHING, of_machines([[]] * 4, (ONE, ONE, {}, {}))),  # not read
+    (  # each role has its script
+        "script_differs",
+        NOTHING,
+        of_machines([[]] * 4, (ONE, ONE, OTHER, OTHER), ("a.py", "a.py", "b.py", "b.py")),
+    ),
+    ("data_differ_by_machine", Found, shared_out([1, 1, 2, 2])),
+    ("data_differ_by_machine", Found, shared_out([1, 1, 1, 1], [64, 64, 60, 60])),
+    ("data_differ_by_machine", NOTHING, shared_out([1, 1, 1, 1])),
+    ("data_differ_by_machine", NOTHING, shared_out([1, 2, 3, 4])),  # by rank
+    ("data_differ_by_machine", NOTHING, shared_out([1, 1, 2, 2], replicas=2)),  # in a machine
+    (  # one rank on each may have a set of its own
+        "data_differ_by_machine",
+        Question,
+        of_machines(
+            [
+                a_pass(0, {"replicas": 4}),
+                [],
+                a_pass(1, {"replicas": 4, "contents": {"x": [3]}}),
+                [],
+            ]
+        ),
+    ),
+    ("several_save_one_file", Found, saved([SERVER, SERVER])),
+    ("several_save_one_file", Found, saved([LOCAL, LOCAL], clocks="aa")),  # of one computer
+    ("several_save_one_file", NOTHING, saved([LOCAL, LOCAL], inodes=(7, 8), clocks="aa")),
+    ("several_save_one_file", NOTHING, saved([LOCAL, LOCAL])),
+    ("several_save_one_file", NOTHING, saved([SERVER, SERVER], phases=(0, 1))),  # in turn
+    ("machines_may_save_one_file", Question, saved([None, None])),
+    ("machines_may_save_one_file", Question, saved([("fuse", "x"), ("fuse", "x")])),
+    ("machines_may_save_one_file", NOTHING, saved([LOCAL, LOCAL])),
+    ("machines_may_save_one_file", NOTHING, saved([None, None], phases=(0, 1))),
+]
+CASES = SETS + STEPS + GROUPS + NODES

@@ -155,7 +155,7 @@ def checked(trainer, way, mistake, args):
 def killed(trainer, way, args):
     """Return what kill_test says of the right script, started this way."""
     tool = [sys.executable, str(args.tools / "kill_test.py"), "--rounds", "3", "--seed", "2"]
-    tool += ["--victims", "rank", "--"]
+    tool += ["--victims", "rank", *(["--keep"] if args.keep else []), "--"]
     words, env = command(trainer, way, RESTARTS), environment(trainer, way, "", args)
     output, status, seconds = run([*tool, *words], env, args.limit)
     lines = [line for line in output.splitlines() if re.match(KILL_LINES, line)]
@@ -170,7 +170,7 @@ def summary(row):
         words = f"{' / '.join(map(str, seconds))} s; {same_result(row)}; "
         parts.append(words + "; ".join(sentences(row)))
     if "kill" in row:
-        verdicts = [line for line in row["kill"]["lines"] if re.match(r"round \d|\d+ of ", line)]
+        verdicts = [line for line in row["kill"]["lines"] if re.match(r"round \d+: |\d+ of ", line)]
         parts.append(f"kill_test {row['kill']['seconds']} s: " + "; ".join(verdicts))
     return " | ".join(parts)
 
@@ -217,6 +217,7 @@ def parse_args():
         help="set these in the environment of each run",
     )
     parser.add_argument("--kill", action="store_true", help="kill_test, on the right scripts")
+    parser.add_argument("--keep", action="store_true", help="what kill_test's rounds have left")
     parser.add_argument("--seconds", type=int, default=180, help="check_training's")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one kill_test")
     parser.add_argument("--tools", type=pathlib.Path, default=HERE.parent.parent / "tools")

@@ -28,7 +28,8 @@ def right(rows, known):
         name = trainer.title + (row["way"] and f", {row['way']}")
         script = f"[{name}](../tests/trainers/{trainer.script})"
         said = sentences(row["said"], "nothing found")
-        yield cells(script, said, verdict(row), trainer.why if "kill" in row else "")
+        killed = verdict(row) or "not tried"
+        yield cells(script, said, killed, trainer.why if "kill" in row else "")
     packages = {}
     for row in rows:
         packages |= row["versions"]

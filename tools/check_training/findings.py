@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from .machines import with_names
+
 RULES = []  # all rules, in the order in which rules/__init__.py imports their files
 
 
@@ -109,7 +111,7 @@ def judge(run, rules=None):
 def judge_all(records, rules=None):
     """Ask the rules of all runs; return a Judgement, whose wrong is that of the last run.
 
-    records: Records, as runs.read() returns them.
+    records: Records, as reading.read() returns them.
     """
     rules = RULES if rules is None else rules
     if not records.runs:
@@ -119,6 +121,7 @@ def judge_all(records, rules=None):
         judgement = Judgement()
         if len(run.ranks) > 1:
             judgement = judge(run, [each for each in rules if not each.of_strangers])
-        whole.findings += [each for each in judgement.findings if each not in whole.findings]
+        named = [with_names(each, run) for each in judgement.findings]
+        whole.findings += [each for each in named if each not in whole.findings]
         whole.wrong = judgement.wrong
     return whole

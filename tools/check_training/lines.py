@@ -21,9 +21,21 @@ def written(record):
     return json.dumps(record, default=_content) + "\n"
 
 
+class NotWhole(Exception):
+    """A line is only a part of a record."""
+
+
 def read(line):
-    """Return the record of a line of JSON. ValueError: the line is not whole."""
-    return json.loads(line, object_hook=_rebuilt)
+    """Return the record of a line of JSON. NotWhole: it is none.
+
+    ValueError: another version of this tool has written it.
+    """
+    try:
+        return json.loads(line, object_hook=_rebuilt)
+    except json.JSONDecodeError:
+        raise NotWhole from None
+    except (KeyError, TypeError):
+        raise ValueError("another version of this tool has written them") from None
 
 
 def _content(record):

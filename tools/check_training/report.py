@@ -5,13 +5,14 @@ import pathlib
 import textwrap
 from dataclasses import dataclass, replace
 
-from . import times
+from . import gaps, machines, times
 from .findings import Found, judge_all
 from .records.files import Save
 from .records.model import Buffers
 from .records.optimizer import ModelCopy
 from .rules import RULES
 from .watching import ALONE
+from .words import in_words
 
 TOP = pathlib.Path(__file__).absolute().parents[2]  # where the pages are
 COLUMNS = 100  # of a printed line
@@ -41,8 +42,14 @@ def put_together(records, watched, seconds, stall):
     if longest is not None:
         steps = times.aligned(longest)
         table = times.parts_of_steps(steps)
-        lines += times.lines_of(longest, table)
-        findings += [each for each in times.findings_of(table) if each not in findings]
+        lines += machines.lines_of(longest)
+        lines += times.lines_of(longest, table, busy=watched.here)
+        pauses = gaps.pauses_of(longest)
+        lines += gaps.lines_of(longest, pauses)
+        on = {rank: longest.machine_of(rank) for rank in longest.ranks}
+        of_time = [*times.findings_of(table, on), *gaps.findings_of(longest, pauses)]
+        of_time = [machines.with_names(each, longest) for each in of_time]
+        findings += [each for each in of_time if each not in findings]
     end = how_it_ended(records, watched, stall)
     if end is not None:
         its_cause_is_said = watched.ended == "stall" and "calls" in judgement.wrong
@@ -50,6 +57,8 @@ def put_together(records, watched, seconds, stall):
     lines += why_nothing_is_found(records, watched, seconds, findings)
     failed = "the recorder failed in a process, which ran on without it: "
     lines += [failed + failure for failure in sorted(set(records.failures))]
+    if not watched.here:
+        lines += where_it_stands(records)
     by = {"seconds": f"after {seconds:g} s (--seconds)", "Ctrl-C": "by Ctrl-C"}
     if watched.ended in by:
         lines.append(f"ended {by[watched.ended]}: what comes later was not seen")
@@ -70,10 +79,13 @@ def longest_run(records):
 def how_it_ended(records, watched, stall):
     """Return what is found if the command stands still or fails, or None."""
     if watched.ended == "stall":
+        ranks = records.runs[-1].ranks if records.runs else dict(enumerate(records.strangers))
         return Found(
-            f"it stands still for {stall:g} s: {where_ranks_stand(records)}",
+            f"it stands still for {stall:g} s: {where_ranks_stand(ranks)}",
             read="pitfalls/README.md#it-hangs-or-a-timeout-ends-it",
         )
+    if not watched.here:
+        return first_error(records)
     if watched.status and not watched.ended:
         failed = f"the script fails, with status {watched.status}"
         stood = where_ranks_stood(records)
@@ -86,6 +98,39 @@ def how_it_ended(records, watched, stall):
             )
         return Found(failed, watched.error)
     return None
+
+
+def first_error(records):
+    """Return what is found if a rank of the last run ends by an error, or None.
+
+    The first one counts: the others may fail as it is gone.
+    """
+    if not records.runs:
+        return None
+    run = records.runs[-1]
+    failed = [rank for rank in run.ranks.values() if rank.left and rank.left[-1].error]
+    if not failed:
+        return None
+    first = min(failed, key=lambda rank: rank.left[-1].time)
+    what = f"the script fails, on rank {first.number} at first"
+    return machines.with_names(Found(what, first.left[-1].error), run)
+
+
+def where_it_stands(records):
+    """Yield lines of the last run, if records are missing, or not all of its ranks have ended.
+
+    Such a run goes on, or was killed.
+    """
+    if not records.runs:
+        return
+    run = records.runs[-1]
+    missing = [rank for rank in range(run.world_size) if rank not in run.ranks]
+    if missing:
+        yield f"no records of {in_words(missing)}: is the folder of a machine missing?"
+    living = {number: rank for number, rank in run.ranks.items() if not rank.left and not rank.full}
+    if living:
+        where = machines.in_text(where_ranks_stand(living), run)
+        yield f"judged up to here, as not all ranks have ended: {where}"
 
 
 def where_ranks_stood(records):
@@ -102,14 +147,14 @@ def where_ranks_stood(records):
     }
 
 
-def where_ranks_stand(records):
-    """Return "rank 0 in all_reduce at train.py:42; rank 1 in no call of torch"."""
-    if records.runs:
-        ranks = sorted(records.runs[-1].ranks.items())
-    else:
-        ranks = [*enumerate(records.strangers)]
+def where_ranks_stand(ranks):
+    """Return "rank 0 in all_reduce at train.py:42; rank 1 in no call of torch".
+
+    ranks: {number: Rank}.
+    """
     return "; ".join(
-        f"rank {number} {rank.where or 'in no call of torch'}" for number, rank in ranks[:8]
+        f"rank {number} {rank.where or 'in no call of torch'}"
+        for number, rank in sorted(ranks.items())[:8]
     )
 
 
@@ -168,6 +213,8 @@ def what_was_not_seen(records):
         unseen.append("buffers (those of DDP's models are compared in step 9)")
     if len(records.runs) < 2:
         unseen.append("a restart")
+    if any(rank.full for rank in ranks):
+        unseen.append("what came when a rank had no more room for records")
     if any(rank.evaluations() or rank.records(ModelCopy) for rank in ranks):
         unseen.append("figures of your own, and copies of the weights outside modules")
     devices = {note.device for rank in ranks for note in rank.optimizers.values()}

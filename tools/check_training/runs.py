@@ -1,20 +1,17 @@
-"""Reads a folder of records: which ranks trained together, and what each of them noted."""
+"""The runs of a command: which ranks trained together, and what each of them noted."""
 
+import bisect
 import collections
-import pathlib
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
-from . import lines
+from . import lines, machines
 from .passes import Loader, LoaderPass, by_loader, just_begun  # noqa: F401
 from .records.data import AfterPass, Pass, Progress
 from .records.model import Forward, Wrapped
 from .records.optimizer import Optimizer, Step
-from .records.process import Joined, Left, Uses
+from .records.process import Full, Joined, Left, Machine, Uses
 from .records.times import StepTimes
-
-# An error that could not be written either.
-NO_ROOM = "nothing can be written to {folder}: is the disk full? TMPDIR=FOLDER names another one"
-TOGETHER = 60  # seconds within which the ranks of one group join it
 
 
 def as_a_stranger(time):
@@ -35,11 +32,12 @@ class Rank:
     """What one process noted between joining a group and leaving it.
 
     number            of the rank in its group; None: it has joined none
-    world_size, local_world_size, host, attempt, cores, debugging
+    world_size, local_world_size, host, attempt, cores, debugging, calendar, script, sources
                       as in records.process.Joined
-    begin             seconds, as time: when it joined, or its first record
+    machine           the Machine on which it runs
     standing          what it was in at last, a Standing
     left              its records of leaving: [] if it was ended before
+    full              its file had no more room at some time
     steps             {key of an optimizer: {number: Step}}
     optimizers        {key of an optimizer: its latest Optimizer}
     passes            its LoaderPass objects, in their order
@@ -49,17 +47,20 @@ class Rank:
 
     def __init__(self, records, standing=None):
         """Take a process's records from one Joined to the next. standing: None if it is unknown."""
+        self._in_order = records
         self._records = collections.defaultdict(list)
         for record in records:
             self._records[type(record)].append(record)
         joined = next(iter(self.records(Joined)), None) or as_a_stranger(records[0].time)
-        self.begin, self.number = joined.time, joined.rank
+        self._joined, self.number = joined, joined.rank
         self.world_size = joined.world_size
         self.local_world_size = joined.local_world_size or joined.world_size
         self.host, self.attempt, self.cores = joined.host, joined.attempt, joined.cores
         self.debugging = joined.debugging
+        self.calendar, self.script, self.sources = joined.calendar, joined.script, joined.sources
+        self.machine = joined.machine or Machine(key=joined.host, clock="", node=None, address="")
         self.standing = standing or lines.Standing("")
-        self.left = self.records(Left)
+        self.left, self.full = self.records(Left), bool(self.records(Full))
         self.steps = {}
         for step in self.records(Step):
             self.steps.setdefault(step.optimizer, {})[step.number] = step
@@ -79,6 +80,28 @@ class Rank:
                 passes[after.pass_number].backwards_after = after.backwards
         return [*passes.values()]
 
+    @property
+    def begin(self):
+        """When it joined, or wrote its first record: seconds, as time."""
+        return self._joined.time
+
+    @property
+    def last(self):
+        """The time of its last record, in seconds."""
+        return self._in_order[-1].time
+
+    def all_records(self):
+        """Return its records of all classes, in their order."""
+        return self._in_order
+
+    def until(self, time=math.inf):
+        """Return a Rank of its records up to a time, in seconds, as they are now.
+
+        Its end stays known, also if it came later.
+        """
+        records = [each for each in self._in_order if each.time <= time or isinstance(each, Left)]
+        return Rank(records or self._in_order[:1], self.standing)
+
     def records(self, kind):
         """Return its records of a class, in their order."""
         return self._records.get(kind, [])
@@ -86,6 +109,10 @@ class Rank:
     def training_passes(self):
         """Return {key of a loader: the LoaderPass objects in which it trained}."""
         return by_loader(each for each in self.passes if each.trains)
+
+    def begins_of_epochs(self):
+        """Return when each pass began in which, or after which, it trained: in seconds, sorted."""
+        return [each.start.time for each in self.passes if each.trains or each.backwards_after > 1]
 
     def evaluations(self):
         """Return {key of a loader: the LoaderPass objects in which it evaluated}."""
@@ -150,6 +177,7 @@ class Run:
     stalled           it stands still
     features          what a rank uses of records.process.FEATURES
     wrapped           {number of a DDP object: a Wrapped of it}
+    machines          {key of a machine: its name}
     """
 
     def __init__(self, ranks, before=None, cut=False, stalled=False):
@@ -159,6 +187,7 @@ class Run:
         self.before, self.cut, self.stalled = before, cut, stalled
         self.features = set().union(*(rank.features for rank in ranks))
         self.wrapped = {each.ddp: each for each in self.records(Wrapped)}
+        self.machines = machines.names_of(ranks)
 
     @property
     def may_split_the_model(self):
@@ -172,6 +201,10 @@ class Run:
     def records_by_rank(self, kind):
         """Return {rank: its records of a class}."""
         return {number: rank.records(kind) for number, rank in self.ranks.items()}
+
+    def machine_of(self, number):
+        """Return the name of the machine on which a rank runs."""
+        return self.machines[self.ranks[number].machine.key]
 
     def members(self, wrapped):
         """Return the ranks in the group of a DDP object, as far as they have noted something."""
@@ -204,6 +237,24 @@ class Run:
                 found[key][number] = steps
         return [Steps(key, of) for key, of in found.items()]
 
+    def same_steps(self, steps):
+        """Return the numbers of the steps that all have noted, without those of different epochs.
+
+        Where ranks have other numbers of batches, as with Join, the n-th step of one may be in an
+        epoch that another has ended. steps: a Steps.
+        """
+        begins = {rank: self.ranks[rank].begins_of_epochs() for rank in steps.of}
+        if not all(begins.values()):
+            return steps.common
+        same = []
+        for number in steps.common:
+            epochs = [
+                bisect.bisect(begins[rank], step.time) for rank, step in steps.at(number).items()
+            ]
+            if len({*epochs}) == 1:
+                same.append(number)
+        return same
+
     def forwards(self):
         """Return the Forwards of each DDP object."""
         return [
@@ -224,78 +275,3 @@ class Run:
         """Return the seconds from the first to the last step."""
         found = [times for times in self.records_by_rank(StepTimes).values() if times]
         return max((times[-1].time - times[0].time for times in found), default=0)
-
-
-@dataclass(slots=True)
-class Records:
-    """All that a folder of records tells."""
-
-    runs: list[Run] = field(default_factory=list)  # the oldest first
-    strangers: list[Rank] = field(default_factory=list)  # processes that have joined no group
-    failures: list[str] = field(default_factory=list)  # of the recorder: last lines of tracebacks
-
-
-def read(folder, cut=False, stalled=False):
-    """Return the Records of a folder.
-
-    cut, stalled: whether the command was ended before its own end, and whether it stands still.
-    """
-    records, pieces = Records(), []
-    for path in sorted(pathlib.Path(folder).iterdir()):
-        if path.suffix == ".failed":
-            said = path.read_text().strip().splitlines()
-            records.failures.append(said[-1] if said else NO_ROOM.format(folder=path.parent))
-        if path.suffix == ".jsonl":
-            pieces += pieces_of(path)
-    records.strangers = [each for each in pieces if each.number is None]
-    groups = groups_of(each for each in pieces if each.number is not None)
-    for ranks in groups:
-        before = records.runs[-1] if records.runs else None
-        if ranks is groups[-1]:
-            records.runs.append(Run(ranks, before, cut, stalled))
-        else:
-            all_left = all(rank.left for rank in ranks)
-            records.runs.append(Run(ranks, before, cut=not all_left))
-    return records
-
-
-def pieces_of(path):
-    """Return a Rank for each time that a process has joined a group; at least one, if it wrote."""
-    pieces, records, joined = [], [], False
-    for line in path.read_text().splitlines(True):
-        if not line.endswith("}\n"):  # it was killed meanwhile
-            continue
-        record = lines.read(line)
-        if isinstance(record, Joined):
-            if joined:
-                pieces.append(Rank(records))
-                records = []
-            joined = True
-        records.append(record)
-    if records:
-        standing = lines.Standing.read(path.with_suffix(".now").read_bytes())
-        pieces.append(Rank(records, standing))
-    return pieces
-
-
-def groups_of(ranks):
-    """Return lists of the ranks that have joined one group, the oldest first."""
-    groups = []
-    for rank in sorted(ranks, key=lambda rank: rank.begin):
-        for group in groups:
-            if belongs(rank, group):
-                group.append(rank)
-                break
-        else:
-            groups.append([rank])
-    return groups
-
-
-def belongs(rank, group):
-    """Return whether a rank has joined a group in which others are already."""
-    first = group[0]
-    if (rank.world_size, rank.attempt) != (first.world_size, first.attempt):
-        return False
-    if rank.number in {each.number for each in group} or len(group) >= first.world_size:
-        return False
-    return rank.begin - first.begin < TOGETHER

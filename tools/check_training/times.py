@@ -7,6 +7,7 @@ import statistics
 
 from .findings import Found, Question
 from .records.times import PARTS, StepTimes
+from .words import in_words
 
 # The parts of a step in the table, in seconds. The time in the calls that all ranks are in
 # together, the collective ones and those of backward(), is told as waiting and exchange there.
@@ -126,8 +127,11 @@ def steps_in(table):
     return len(next(iter(table.values()), {}))
 
 
-def lines_of(run, table):
-    """Yield the lines of the table, 100 columns at most."""
+def lines_of(run, table, busy=True):
+    """Yield the lines of the table, 100 columns at most.
+
+    busy: whether the load of this machine counts, as the ranks have just run on it.
+    """
     if steps_in(table) < LEAST:
         yield f"too few steps to tell the time ({steps_in(table)} that all ranks have noted)"
         return
@@ -136,7 +140,7 @@ def lines_of(run, table):
     for rank, steps in sorted(table.items()):
         yield line_of(rank, steps)
     load, cores = os.getloadavg()[0], run.first.cores
-    if load > 3 * cores:
+    if busy and load > 3 * cores:
         yield (
             f"the machine is busy (load {load:.0f} on {cores} cores): on an idle one, the parts may"
             " be others"
@@ -146,21 +150,30 @@ def lines_of(run, table):
 def line_of(rank, steps):
     """Return a rank's line of the table. steps: {step: {part: seconds}}."""
     medians = medians_of(steps)
-    totals = sorted(1e3 * row[WHOLE] for row in steps.values())
+    totals = sorted(row[WHOLE] for row in steps.values())
     left_out = len(totals) // 20  # at each end
-    spread = f"{totals[left_out]:.1f} to {totals[-1 - left_out]:.1f}"
-    columns = [f"{1e3 * medians[name]:{2 + len(name)}.1f}" for name in COLUMNS]
-    return f"{rank:4} {statistics.median(totals):7.1f} {spread:>15}{''.join(columns)}"
+    spread = f"{milliseconds(totals[left_out])} to {milliseconds(totals[-1 - left_out])}"
+    columns = [f"{milliseconds(medians[name]):>{2 + len(name)}}" for name in COLUMNS]
+    return f"{rank:4} {milliseconds(statistics.median(totals)):>7} {spread:>15}{''.join(columns)}"
 
 
-def findings_of(table):
-    """Yield what is found in a table of parts_of_steps()."""
+def milliseconds(seconds):
+    """Return seconds as a text in milliseconds, which is short for a long time, too."""
+    return f"{1e3 * seconds:.{1 if seconds < 1 else 0}f}"
+
+
+def findings_of(table, machines=None):
+    """Yield what is found in a table of parts_of_steps().
+
+    machines: {rank: name of its machine}; None: all run on one.
+    """
     if steps_in(table) < LEAST:
         return
     for rank in table:
         yield from large_shares(rank, table[rank])
-        yield from waits_for_another(rank, table)
-    yield from large_parts(medians_of(table[min(table)]))
+    machines = machines or dict.fromkeys(table, "")
+    yield from waits(table, machines)
+    yield from large_parts(medians_of(table[min(table)]), len({*machines.values()}) > 1)
 
 
 def large_shares(rank, steps):
@@ -182,31 +195,58 @@ def large_shares(rank, steps):
         )
 
 
-def waits_for_another(rank, table):
-    """Yield a finding if a rank waits in most steps, and for one and the same rank."""
-    steps = table[rank]
-    typical = statistics.median(row["waiting"] / row[WHOLE] for row in steps.values())
-    other = last_in_most_steps(rank, table)
-    if typical <= 0.3 or len(steps) < 20:
-        return
-    if other in (rank, None):
-        return
-    mine, others = medians_of(steps), medians_of(table[other])
+def waits(table, machines):
+    """Yield a finding for each rank for which others wait in most steps, or for each such machine.
+
+    machines: {rank: name of its machine}.
+    """
+    shares = {rank: typical_share(steps) for rank, steps in table.items()}
+    waiting = [rank for rank, share in shares.items() if share > 0.3 and len(table[rank]) >= 20]
+    by_last = collections.defaultdict(list)  # {(the ranks that come last): [ranks that wait]}
+    for rank in waiting:
+        last = last_in_most_steps(rank, table, machines)
+        if last and rank not in last:
+            by_last[last].append(rank)
+    for last, ranks in by_last.items():
+        share = statistics.median(shares[rank] for rank in ranks)
+        yield wait_of(ranks, last, share, table, machines)
+
+
+def typical_share(steps):
+    """Return the median of the share of a step's time in which a rank waits."""
+    return statistics.median(row["waiting"] / row[WHOLE] for row in steps.values())
+
+
+def wait_of(ranks, last, share, table, machines):
+    """Return the finding that ranks wait for one, or for those of one machine.
+
+    last: the ranks that come last. share: of the time of a step. table, machines: as of waits().
+    """
     own_parts = "loading", "forward", "backward", "optimizer", "saving", "rest"
+    mine, others = [
+        {
+            part: statistics.median(medians_of(table[rank])[part] for rank in some)
+            for part in own_parts
+        }
+        for some in (ranks, last)
+    ]
     longer = {part: others[part] - mine[part] for part in own_parts}
     part = max(longer, key=longer.get)
-    where = "its own code, between the other parts" if part == "rest" else part
-    yield Found(
-        f"rank {rank} waits for rank {other} in {typical:.0%} of the time of a step",
-        f"rank {other} takes {1e3 * longer[part]:.1f} ms longer in {where}",
+    where = 'its own code (the column "rest")' if part == "rest" else part
+    for_whom = f"rank {last[0]}" if len(last) == 1 else machines[last[0]]
+    verb = "waits" if len(ranks) == 1 else "wait"
+    return Found(
+        f"{in_words(ranks)} {verb} for {for_whom} in {share:.0%} of the time of a step",
+        f"{for_whom} takes {1e3 * longer[part]:.1f} ms longer in {where}",
         "pitfalls/slow_rank.py",
     )
 
 
-def last_in_most_steps(rank, table):
-    """Return the rank that waits least in 80% of the steps, or None.
+def last_in_most_steps(rank, table, machines):
+    """Return the rank that waits least in 80% of the steps, as a tuple.
 
-    Steps count in which this rank waits for more than a tenth of the time.
+    If now one, now another one of a machine does: all of that machine's. Else (). Steps count in
+    which this rank waits for more than a tenth of the time.
     """
     last = collections.Counter()
     for number, row in table[rank].items():
@@ -214,20 +254,27 @@ def last_in_most_steps(rank, table):
             waiting = {other: steps[number]["waiting"] for other, steps in table.items()}
             last[min(waiting, key=waiting.get)] += 1
     if not last:
-        return None
+        return ()
+    most = 0.8 * len(table[rank])
     [(other, count)] = last.most_common(1)
-    return other if count > 0.8 * len(table[rank]) else None
+    if count > most:
+        return (other,)
+    there = [each for each in sorted(table) if machines[each] == machines[other]]
+    is_another = len({*machines.values()}) > 1 and machines[rank] != machines[other]
+    return tuple(there) if is_another and sum(last[each] for each in there) > most else ()
 
 
-def large_parts(medians):
+def large_parts(medians, on_several_machines=False):
     """Yield a question if the exchange, or the script's own code, takes most of a step."""
     if not medians["forward"]:
         return
     step = f"of a step of {1e3 * medians[WHOLE]:.1f} ms"
     if medians["exchange"] > max(0.6 * medians[WHOLE], 5e-4):
+        link = "; a slow link of one machine looks so, too: tools/check_machines.py measures it"
         yield Question(
             f"the exchange takes {medians['exchange'] / medians[WHOLE]:.0%} {step}",
-            "a larger batch on each rank, or accumulation, makes fewer of them",
+            "a larger batch on each rank, or accumulation, makes fewer of them"
+            + (link if on_several_machines else ""),
             "benchmarks/README.md",
         )
     if medians["rest"] > max(0.6 * medians[WHOLE], 5e-3):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import foreign_command
 
 from .lines import Standing
+from .recording import SITE
 
-SITE = "site-packages"  # so foreign_command.error() takes the recorder for a package
 CTRL_C = 128 + signal.SIGINT  # the exit status, as foreign_command.cleaning_up() raises it
 LAST_SAVE = 15  # seconds that a script has to save after SIGTERM
 # What a process may be in for long, and no other rank need come for it to go on.
@@ -27,15 +27,24 @@ class Watched:
     ended: str  # why it was ended: "seconds", "stall", "Ctrl-C"; "": it ended by itself
     error: str  # the script's own error, in a line; "" if it has said none
 
+    @property
+    def here(self):
+        """Whether it has just run here; else its records alone are known, and it may go on."""
+        return self.status is not None or bool(self.ended)
 
-def watch(command, records, seconds, stall):
+
+ELSEWHERE = Watched(status=None, ended="", error="")
+
+
+def watch(command, records, variables, seconds, stall):
     """Run a command, a list of words, with its output shown; return a Watched.
 
-    records: the folder for the records. seconds: end it so long after its first records. stall: end
-    it when it stands still for so many seconds. OSError if the command cannot be started.
+    records: the folder for the records. variables: {name: value} that are added to the environment,
+    as of recording.py. seconds: end it so long after its first records. stall: end it when it
+    stands still for so many seconds. OSError if the command cannot be started.
     """
     running = foreign_command.start(
-        command, stdin=None, prefix="check", env=environment_with_recorder(records)
+        command, stdin=None, prefix="check", env={**os.environ, **variables}
     )
     try:
         ended = wait_for_the_end(running, records, seconds, stall)
@@ -55,21 +64,6 @@ def watch(command, records, seconds, stall):
     return Watched(status, ended, error)
 
 
-def environment_with_recorder(records):
-    """Return this process's environment, with the recorder in Python's path.
-
-    The folder in the path has the recorder's sitecustomize.py, and this package by another name:
-    nothing else of tools/ can be imported from there.
-    """
-    here = pathlib.Path(__file__).absolute().parent
-    site = pathlib.Path(records, SITE)
-    site.mkdir()
-    (site / "sitecustomize.py").symlink_to(here / "recorder/sitecustomize.py")
-    (site / "check_training_recorder").symlink_to(here)
-    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "CHECK_TRAINING": str(records), "PYTHONPATH": os.pathsep.join(path)}
-
-
 def echo(data):
     """Show bytes of the command's output."""
     sys.stdout.buffer.write(data)
@@ -80,10 +74,11 @@ def wait_for_the_end(running, records, seconds, stall):
     """Return why the command is to be ended, "seconds" or "stall"; "" if it has ended by itself."""
     begin = moved = time.monotonic()
     files, cpu_before, has_joined = None, None, False
+    old = files_of(records)
     while running.poll() is None:
         lines = running.read(0.2, echo=echo)
         before, files = files, files_of(records)
-        if not has_joined and any(name.endswith(".jsonl") for name in files):
+        if not has_joined and any(name.endswith(".jsonl") for name in files.keys() - old):
             has_joined, begin = True, time.monotonic()  # its start is not counted
         still = time.monotonic() - moved
         if lines or files != before or not files:
@@ -105,7 +100,7 @@ def files_of(records):
     return {
         path.name: path.stat().st_size if path.suffix == ".jsonl" else path.read_bytes()
         for path in pathlib.Path(records).iterdir()
-        if path.name != SITE
+        if path.name != SITE and path.is_file()
     }
 
 
@@ -114,7 +109,7 @@ def are_waiting(files):
     living = [
         Standing.read(content)
         for name, content in files.items()
-        if name.endswith(".now") and os.path.exists(f"/proc/{name.split('-')[0]}")
+        if name.endswith(".now") and os.path.exists(f"/proc/{name.split('-')[-2]}")
     ]
     return [each.what not in ALONE and not each.failed for each in living]
 

@@ -2,12 +2,17 @@
 
 
 def in_words(ranks, run=None):
-    """Return "rank 1", or "ranks 0, 1 and 3"; "all ranks" if they are all of a run's ranks."""
+    """Return "rank 1", "ranks 0, 1 and 3", or "ranks 0 to 5" if they are four or more in a row.
+
+    "all ranks" if they are all of a run's ranks.
+    """
     ranks = sorted(ranks)
     if run and len(ranks) == len(run.ranks) > 1:
         return "all ranks"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 

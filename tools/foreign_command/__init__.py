@@ -24,7 +24,7 @@ from .cleanup import SIGNALS, cleaning_up, later
 from .command import Command, place, start
 from .errors import LAUNCHERS
 from .lines import Line
-from .processes import Process
+from .processes import Process, environment
 
 __all__ = [
     "LAUNCHERS",
@@ -33,6 +33,7 @@ __all__ = [
     "Line",
     "Process",
     "cleaning_up",
+    "environment",
     "later",
     "place",
     "start",

@@ -49,7 +49,7 @@ def split_tracebacks(lines):
     for line in lines:
         text = RANK_IN_FRONT.sub("", line.text)
         frame = FRAME.match(text)
-        if text.startswith("Traceback (most recent call last)"):
+        if text.rstrip().endswith("Traceback (most recent call last):"):  # a bar may be in front
             inside, where = True, ""
         elif not inside:
             if not LAUNCHERS.match(text):

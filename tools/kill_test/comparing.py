@@ -1,11 +1,31 @@
 """Is the result of a round that of the undisturbed run? What was printed, and files."""
 
 import contextlib
+import hashlib
+import json
+import os
+import pathlib
 import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .words import clip
+
+# The names of numbers in files of safetensors, and torch's. Numbers of others are compared by byte.
+SAFETENSORS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 
 
 class Difference(NamedTuple):
@@ -68,7 +88,8 @@ def difference_of_files(names, undisturbed, run):
         loaded = load(run, name)
         if loaded.fault:
             return Difference(f"it {loaded.fault}")
-        text = first_difference(load(undisturbed, name).content, loaded.content, name)
+        expected, key = load(undisturbed, name).content, name.rstrip("/")
+        text = first_difference(expected, loaded.content, key)
         if text:
             return Difference(text)
     return None
@@ -83,21 +104,70 @@ class Loaded:
 
 
 def load(run, name):
-    """Return a file of a Run's working directory, Loaded."""
-    path, content = f"{run.folder}/work/{name}", None
+    """Return a file of a Run's working directory, or all files of a folder, Loaded."""
+    path = f"{run.folder}/work/{name}"
     try:
-        with contextlib.suppress(UnicodeDecodeError), open(path, encoding="utf-8") as file:
-            content = file.read().splitlines()
-        if content is None:
-            import torch  # takes seconds, and texts do without
-
-            content = torch.load(path, weights_only=True, map_location="cpu")
+        content = content_of_folder(path) if os.path.isdir(path) else content_of(path)
         empty = isinstance(content, (list, dict, tuple)) and not any(map(str, content))
         return Loaded(fault=f"left an empty {name}") if empty else Loaded(content)
     except FileNotFoundError:
         return Loaded(fault=f"left no {name}")
     except Exception as error:  # of many types
         return Loaded(fault=f"left a {name} that cannot be loaded ({clip(str(error))})")
+
+
+def content_of(path):
+    """Return what was given to torch.save() or to safetensors; of a text its lines."""
+    if path.endswith(".safetensors"):
+        return tensors_of(path)
+    with contextlib.suppress(UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        return file.read().splitlines()
+    import torch  # takes seconds, and texts do without
+
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def content_of_folder(path):
+    """Return {name of a file in the folder: its content}, those with tensors first.
+
+    Of a file that cannot be loaded the bytes are compared, by their checksum.
+    """
+    contents = {}
+    for file in sorted(pathlib.Path(path).rglob("*")):
+        if not file.is_file():
+            continue
+        try:
+            content = content_of(str(file))
+        except Exception:  # of many types
+            content = f"bytes with sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+        contents[str(file.relative_to(path))] = content
+    return dict(sorted(contents.items(), key=lambda item: not isinstance(item[1], dict)))
+
+
+def tensors_of(path):
+    """Return {name: tensor} of a file of safetensors, and its metadata, if there are some.
+
+    The file has 8 bytes (the length of what follows, little-endian), a JSON text that says where
+    each tensor lies, and then the numbers of all tensors.
+    """
+    import torch
+
+    with open(path, "rb") as file:
+        places = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        numbers = bytearray(file.read())
+    data = torch.empty(0, dtype=torch.uint8)
+    if numbers:
+        data = torch.frombuffer(numbers, dtype=torch.uint8)
+    tensors = {}
+    for name, place in places.items():
+        if name == "__metadata__":
+            tensors[name] = place
+            continue
+        begin, end = place["data_offsets"]
+        part = data[begin:end].clone()  # which begins where numbers may begin
+        kind = SAFETENSORS.get(place["dtype"])
+        tensors[name] = part.view(getattr(torch, kind)).reshape(place["shape"]) if kind else part
+    return tensors
 
 
 def first_difference(one, other, key):

@@ -2,11 +2,16 @@
 
 import bisect
 
+from .options import KINDS
 from .records import PlannedKill
 
 AT_THE_END = 0.2  # so many of the kills fall into the last tenth: the last steps and the last save
 AFTER_A_SAVE = 0.7  # so many fall while there is something to lose
 SOON = 0.3  # so many of the later ones fall while the script starts again
+# In each fifth round, the kill comes after the last step: a loop that looks for its end behind the
+# step takes one step too many then, at each start.
+LATE_ROUND = 5
+LATE_DRAWS = 3  # so often is that tried
 
 
 def draw_kills(options, draws, reference, part):
@@ -26,6 +31,20 @@ def draw_kills(options, draws, reference, part):
         if draws.random() < SOON:
             kill.soon = draws.random() * start
     return kills
+
+
+def draw_late_kill(options, draws, reference, part):
+    """Return a list of one PlannedKill, between the last step and the end; or [] if none fits.
+
+    A rank is killed, if the caller has not asked for others alone. The arguments are those of
+    draw_kills().
+    """
+    kinds = [kind for kind in KINDS if kind in options.victims and kind in reference.seen]
+    if not reference.marks or reference.cyclic:
+        return []
+    last_step, end = reference.times[-1], reference.seen[kinds[0]].last
+    seconds = part * draws.random() * max(0.0, end - last_step)
+    return [PlannedKill(len(reference.marks), seconds, kinds[0], draws.random())]
 
 
 def draw_kill(kinds, draws, reference, part):

@@ -42,7 +42,7 @@ def judge(options, reference, run):
         if began_anew(reference, kill, after):
             anew = max(kill.place, anew or 0)
         elif went_on(reference, kill, after, next_kill):
-            verdict.went_on = True
+            verdict.went_on = kill.went_on = True
     find_failure(options, reference, run, steps, anew, verdict)
     again = max((kill.again for kill in run.kills), default=0)
     asks = anew is None and not verdict.note and not reference.cyclic
@@ -105,7 +105,7 @@ def began_anew(reference, kill, after):
     """
     if kill.place is None or reference.cyclic:
         return False  # that cannot be seen
-    return bool(after) and min(after) <= 0
+    return bool(after) and min(after) <= reference.beginning
 
 
 def went_on(reference, kill, after, next_kill):
@@ -115,7 +115,7 @@ def went_on(reference, kill, after, next_kill):
     if reference.cyclic:
         return False
     if kill.place is None:
-        return bool(after) and min(after) > 0
+        return bool(after) and min(after) > reference.beginning
     return bool(after) or next_kill is None
 
 
@@ -128,7 +128,7 @@ def find_failure(options, reference, run, steps, anew, verdict):
     if differs := difference(options, reference, run):
         verdict.unequal = differs.judged
         verdict.failure = f"not equal: {differs.text}" if differs.judged else differs.text
-    elif gap := undone(reference, run, {step.place for step in steps}):
+    elif not reference.bar and (gap := undone(reference, run, {step.place for step in steps})):
         first, last = marks[gap.first].text, marks[gap.last].text
         what = f"nobody was seen to do {first}"
         if first != last:

@@ -42,9 +42,11 @@ def strike(run, planned, command, processes, roles):
     return Kill(
         kind=victim.kind,
         name=victim.name,
+        pid=victim.pid,
         seconds=run.seconds,
         lines=run.lines,
-        last_line=run.last_line,
+        last_line=run.last_of_start,
         heirs=dict.fromkeys(must_end),
         others={other.pid for other in others} - {victim.pid},
+        before_a_save=not run.saved,
     )

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from .words import stop
 
 KINDS = ("rank", "worker", "launcher")  # of processes that may be killed
-# How far the script has come; last: in a progress bar.
-MARK = r"(?i)(epoch|step|iter(ation)?)\W{0,8}\d+|\|\s*\d+(?=/\d)"
+# How far the script has come: "epoch 3"; "Train: 4 [ 5/18" and "Epoch: [2] [ 5/10]"; "| 42/80" or
+# "━ 42/80" in a progress bar.
+MARK = (
+    r"(?i)(epoch|step|iter(ation)?)\W{0,8}\d+|train\W{1,2}\d+(?=\s*\[\s*\d+/\d)"
+    r"|(?<=[\d\]])\s*\[\s*\d+(?=/\d)|[|━╸╺]\s*\d+(?=/\d)"
+)
 SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
 LIMIT = 3600  # seconds for the undisturbed run
 PATIENCE = 30  # seconds; more, where the first step takes more than 15, undisturbed
@@ -95,7 +99,8 @@ def make_parser(description):
         action="append",
         default=[],
         help="compare this file of"
-        " torch.save(), tensor by tensor, or this text; may be given several times",
+        " torch.save() or of safetensors, tensor by tensor, or this text, or all files of this"
+        " folder; may be given several times",
     )
     parser.add_argument(
         "--resumed",

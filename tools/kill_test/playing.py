@@ -10,7 +10,8 @@ import time
 
 import foreign_command
 
-from .drawing import draw_kills
+from . import stale
+from .drawing import LATE_DRAWS, LATE_ROUND, draw_kills, draw_late_kill
 from .judging import judge
 from .killing import is_time, strike
 from .options import PATIENCE
@@ -31,8 +32,12 @@ def play_round(test, number, folder):
     for draw in range(DRAWS):
         shutil.rmtree(folder, ignore_errors=True)  # of a run that no kill has hit
         draws = random.Random(f"{options.seed}/{number}/{draw}")
-        plan = draw_kills(options, draws, reference, part)
-        run = play(test, folder, plan, reference.round_limit, options.starts)
+        plan = []
+        if number % LATE_ROUND == 0 and draw < LATE_DRAWS:
+            plan = draw_late_kill(options, draws, reference, part)
+        plan = plan or draw_kills(options, draws, reference, part)
+        name = f"round {number}"
+        run = play(test, folder, plan, reference.round_limit, options.starts, name)
         if run.failure:
             return Round(number, run, Verdict(failure=run.failure))
         if run.kills:
@@ -45,20 +50,21 @@ def play_round(test, number, folder):
     return Round(number, run, Verdict(failure))
 
 
-def play(test, folder, plan=(), limit=math.inf, starts=1):
+def play(test, folder, plan=(), limit=math.inf, starts=1, name="undisturbed"):
     """Start the command in a new folder until its status is 0, and kill as planned. Return the Run.
 
-    test: the KillTest. Without a reference, this is the undisturbed run.
+    test: the KillTest. Without a reference, this is the undisturbed run. name: "round 3".
     plan: a list of PlannedKill. limit: seconds for the run. starts: at most so many.
     """
-    return Player(test, folder, plan, limit, starts).play()
+    return Player(test, folder, plan, limit, starts, name).play()
 
 
 class Player:
     """Plays one run. The arguments are those of play()."""
 
-    def __init__(self, test, folder, plan, limit, starts):
+    def __init__(self, test, folder, plan, limit, starts, name):
         self.test, self.plan, self.limit, self.starts = test, plan, limit, starts
+        self.name = name
         self.run = Run(folder)
         self.waiting = [*plan]  # each PlannedKill that has not hit yet
         self.begin = time.monotonic()
@@ -89,6 +95,8 @@ class Player:
                 run.failure = f"status {status} at the last of {self.starts} starts"
         shutil.rmtree(tmp, ignore_errors=True)
         run.seconds = self.now()
+        if run.failure.startswith("hung"):
+            run.stale = run.stale or stale.question(run)
         return run
 
     def now(self):
@@ -111,7 +119,7 @@ class Player:
         """
         run = self.run
         command = foreign_command.start(self.test.options.command, f"{run.folder}/work", tmp=tmp)
-        self.ended, looked = None, 0.0
+        self.ended, looked, run.last_of_start = None, 0.0, ""
         while not run.failure:
             lines = command.read(PAUSE)
             run.seconds = self.now()
@@ -130,6 +138,8 @@ class Player:
         note_lines(self.test, run, command.read(0))
         run.error, status = command.error(), command.poll()
         command.end()
+        if status == 0 and run.kills and run.kills[-1].pid == command.process.pid:
+            run.kills.pop()  # it had ended by itself, a moment before
         return status
 
     def look(self, command, due):
@@ -146,7 +156,7 @@ class Player:
         if due and (kill := strike(run, self.waiting[0], command, processes, roles)):
             run.kills.append(kill)
             del self.waiting[0]
-        if not self.plan and not run.saved and self.has_saved():
+        if not run.saved and self.has_saved():
             run.saved = run.seconds
         if command.poll() is not None:
             if self.ended is None:
@@ -162,7 +172,9 @@ class Player:
         with contextlib.suppress(OSError):  # a file has just been moved
             for path in work.rglob("*"):
                 name = str(path.relative_to(work))
-                if name in self.test.copies or (wanted and name not in wanted):
+                if name in self.test.copies:
+                    continue
+                if wanted and not any(path.is_relative_to(work / file) for file in wanted):
                     continue
                 if path.is_file() and path.stat().st_size:
                     return True
@@ -175,6 +187,8 @@ class Player:
         if silence > self.silence and not run.silence_told:
             run.silence_told = True
             say(
-                f"{run.seconds:7.1f} s  nothing was printed for {silence:.0f} s, since:"
-                f" {clip(run.last_line) or 'the start'}"
+                f"{self.name} at {run.seconds:.1f} s: nothing was printed for {silence:.0f} s,"
+                f" since: {clip(run.last_line) or 'the start'}"
             )
+            if doubt := run.stale or stale.question(run):
+                say(f"{' ' * 11}note: {doubt}")

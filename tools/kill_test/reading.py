@@ -4,7 +4,13 @@ import re
 
 import foreign_command
 
-from .records import Mark, PrintedLine, PrintedMark, Result
+from . import stale
+from .marks import mark_of, without_bar
+from .records import PrintedLine, PrintedMark, Result
+
+RANK = r"\[(?:rank|default) ?\d+(?:/\d+)?\]:? ?|"  # in front of a line; or nothing
+# A progress bar, which has no end of a line, may stand in front of it.
+TRACEBACK = re.compile(rf"({RANK})Traceback \(most recent call last\):?\s*$")
 
 
 def note_lines(test, run, lines):
@@ -15,6 +21,7 @@ def note_lines(test, run, lines):
     with open(f"{run.folder}/output.txt", "a", encoding="utf-8") as file:
         file.writelines(f"{line.text}\n" for line in lines)
     for line in lines:
+        stale.note_line(run, line.text)
         if is_of_traceback(run, line):
             run.last_printed = run.seconds
         elif not foreign_command.LAUNCHERS.match(line.text):
@@ -29,10 +36,10 @@ def is_of_traceback(run, line):
     """
     if line.stream != "stderr":
         return False
-    who, text = re.fullmatch(r"(\[(?:rank|default) ?\d+(?:/\d+)?\]:? ?|)(.*)", line.text).groups()
-    if text.startswith("Traceback (most recent call last)"):
-        run.tracebacks.add(who)
+    if begin := TRACEBACK.search(line.text):
+        run.tracebacks.add(begin[1])
         return True
+    who, text = re.fullmatch(f"({RANK})(.*)", line.text).groups()
     if who not in run.tracebacks:
         return False
     if not text[:1].isspace():  # its last line, "ValueError: no data"; else it was cut short
@@ -43,44 +50,45 @@ def is_of_traceback(run, line):
 
 def note_line(test, run, text):
     """Note in a Run one line that is no launcher's."""
-    options, reference = test.options, test.reference
-    run.lines, run.last_line, run.last_printed = run.lines + 1, text, run.seconds
+    options = test.options
+    run.lines, run.last_printed = run.lines + 1, run.seconds
+    run.last_line = run.last_of_start = text
     if re.search(options.resumed, text):
         run.resumed.append(PrintedLine(run.lines, text))
-    else:
-        mark = mark_of(text, options.step, test.totals)
-        if mark and (reference is None or mark.kind == reference.kind):
-            run.printed.append(PrintedMark(run.lines, mark))
-            if reference is None or mark in reference.place:
-                run.marks.setdefault(mark, run.seconds)
+    elif mark := mark_of(text, options.step, test.totals, test.reference):
+        note_mark(test.reference, run, mark)
     if options.line:
         texts = [match[0] for match in re.finditer(options.line, text)]
         if texts:
-            words = masked(re.sub(options.line, "", text))
+            words = masked(without_bar(re.sub(options.line, "", text))).strip()
             run.results.append(Result(run.lines, words, texts))
+
+
+def note_mark(reference, run, mark):
+    """Note in a Run how far the script has come. reference: a Reference, or None as yet."""
+    if mark.bar:
+        run.bars.add(mark.bar)
+    if mark.begins:
+        return
+    if reference is None:
+        run.printed.append(PrintedMark(run.lines, mark))
+        run.marks.setdefault(mark, run.seconds)
+    elif mark.kind == reference.kind:
+        run.printed.append(PrintedMark(run.lines, mark))
+        if reference.bar and not reference.cyclic:
+            note_passed(reference, run, mark)
+        elif mark in reference.place:
+            run.marks.setdefault(mark, run.seconds)
+
+
+def note_passed(reference, run, mark):
+    """Note in a Run the counts that its bar has passed: others than the undisturbed run showed."""
+    for passed in reference.marks[len(run.marks) :]:
+        if passed.numbers > mark.numbers:
+            break
+        run.marks.setdefault(passed, run.seconds)
 
 
 def masked(text):
     """Return a line without its numbers, but for those of ranks."""
     return re.sub(r"(?i)(rank\W{0,2}\d+)|\d+", lambda match: match[1] or "#", text)
-
-
-def mark_of(text, pattern, totals):
-    """Return the Mark in a line, how far the script has come; or None.
-
-    pattern: the regular expression --step. totals: {word: the first total that it came with}. A
-    word that is new is added.
-    """
-    numbers, then = {}, ""
-    for part in re.finditer(pattern, text):
-        word, number = re.fullmatch(r"(.*?)(\d*)", part[0], re.DOTALL).groups()
-        word, number = re.sub(r"\W", "", word).lower(), int(number or 0)
-        rest = text[part.end() :]
-        # Some count what is left: 1/14, where it was 1/40 at first, is 27/40.
-        if found := re.match(r"\s*(?:/|of)\s*(\d+)", rest):
-            total = int(found[1])
-            number += totals.setdefault(word, total) - total
-        # The first of each word: "best after step 2" may stand behind.
-        numbers.setdefault(word, number)
-        then = re.search(r"[a-z]*\Z|[a-z]+", rest.lower())[0]  # the next word, if there is one
-    return Mark((*numbers,), (*numbers.values(),), then) if numbers else None

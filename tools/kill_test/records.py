@@ -18,17 +18,33 @@ PAUSE = 0.05  # seconds between two looks at the processes
 # ---- What is printed ----
 
 
+class Bar(NamedTuple):
+    """What tells a progress bar from others. It is drawn by the clock, so counts may be left out.
+
+    A script may draw one over its steps, and a second one over the batches of an evaluation.
+    """
+
+    description: str  # the words in front, without numbers: "epoch"
+    total: int  # 80 in "42/80"
+
+
 class Mark(NamedTuple):
     """How far the script has come, as a line says it: "epoch 3 | step 20 | loss 0.5"."""
 
     words: tuple[str, ...]  # ("epoch", "step"); an empty one for the count in a progress bar
     numbers: tuple[int, ...]  # (3, 20)
-    then: str  # the next word: "loss"
+    then: str  # the next word: "loss"; "" for a progress bar, which says "it/s" or "s/it"
+    bar: Bar | None = None  # where the count in a progress bar is one of the numbers
 
     @property
     def kind(self):
         """What all lines of a kind share: "epoch 3 | loss" and "epoch 3 | saved" are two kinds."""
-        return (*self.words, self.then)
+        return (*self.words, self.then, self.bar)
+
+    @property
+    def begins(self):
+        """Whether it is a bar at 0: so it looks when it is made, also where work goes on."""
+        return self.bar is not None and self.numbers[self.words.index("")] == 0
 
     @property
     def text(self):
@@ -84,16 +100,19 @@ class Kill:
 
     kind: str  # of KINDS
     name: str  # of the victim: "worker of rank 1"
+    pid: int  # its process id
     seconds: float  # the moment
     lines: int  # how many lines the run had printed
-    last_line: str  # the last of these; "" if there was none
+    last_line: str  # the last that was printed since the ranks had started; "" if there was none
     heirs: dict[int, Heir | None]  # by process id; None before the first look
     others: set[int]  # process ids of the other ranks (of the other workers, where there is none)
+    before_a_save: bool  # nothing had been saved from which the script could go on
     others_until: float = 0.0  # the last moment at which one of these was seen
     restarted: bool = False  # whether ranks, or the command, have been started since
     # What the judge finds:
     place: float | None = None  # the step of the undisturbed run to which it had come; None: none
     resumed: str = ""  # the line with which the script went on; "" if there was none
+    went_on: bool = False  # whether the script was seen to go on after this kill
     again: float = 0  # how many steps were done again
 
 
@@ -124,15 +143,19 @@ class Run:
     ranks: set[int] = field(default_factory=set)  # process ids of all ranks that there were
     shells: dict[str, str] = field(default_factory=dict)  # {where a shell stands: its name}
     saved: float = 0.0  # the moment at which there was something to go on from; 0: not yet
+    shares_store: bool = False  # the newest ranks use torchrun's store, one for all attempts
+    stale: str = ""  # that ranks read the addresses of the dead, and the cure; "" if not seen
     keeps_lines: bool = False  # a kill may have cost lines that a process had not yet written
     # What it has printed:
     lines: int = 0  # how many
     last_line: str = ""
+    last_of_start: str = ""  # the last line since the ranks were started; "" if there is none yet
     last_printed: float = 0.0  # the moment of the last line
     silence_told: bool = False  # whether it was said that nothing comes
     marks: dict[Mark, float] = field(default_factory=dict)  # the moment when each came first
     printed: list[PrintedMark] = field(default_factory=list)  # all of them, also those again
     results: list[Result] = field(default_factory=list)
+    bars: set[Bar] = field(default_factory=set)  # all that were drawn
     resumed: list[PrintedLine] = field(default_factory=list)  # the lines that match --resumed
     tracebacks: set[str] = field(
         default_factory=set
@@ -154,8 +177,9 @@ class Reference:
     seen: dict[str, Span]  # when there were processes of each kind
     # Its steps are the marks of the commonest kind.
     kind: tuple  # of these marks; () if there is none
-    marks: list[Mark]  # each once, in the order in which they came first
+    marks: list[Mark]  # each once, in the order in which they came first; none, or two and more
     times: list[float]  # the moments at which they came first
+    beginning: int  # a step up to this place, from 0, is one with which work begins from the start
     cyclic: bool  # whether they come again and again, as "step 1" of each epoch does
     finals: dict[str, list]  # {words of a Result: [its texts, ...]} at the end
     patience: float  # seconds for all to end after the launcher
@@ -164,6 +188,11 @@ class Reference:
 
     def __post_init__(self):
         self.place = {mark: place for place, mark in enumerate(self.marks)}
+
+    @property
+    def bar(self):
+        """The Bar that shows the steps, or None: lines do."""
+        return self.marks[0].bar if self.marks else None
 
 
 @dataclass
@@ -194,6 +223,7 @@ class KillTest:
     copies: list[str] = field(default_factory=list)  # files that are copied into each run's folder
     totals: dict[str, int] = field(default_factory=dict)  # {word: 40}, if it first counted 1/40
     reference: Reference | None = None  # None until the undisturbed run has ended
+    base: str = ""  # the folder for all runs
 
     def new_folder(self, prefix, place=None):
         """Make a temporary folder, which is removed at the end; return its path."""

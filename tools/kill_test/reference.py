@@ -26,9 +26,7 @@ def read_reference(options, run):
             f"none of --victims {' '.join(options.victims)} was seen, but only:"
             f" {' '.join(seen) or 'nothing, as it ended at once'}"
         )
-    # Marks of the commonest kind: a script may print its epochs, and elsewhere its steps.
-    kinds = Counter(mark.kind for mark in run.marks).most_common(1)
-    kind = kinds[0][0] if kinds else ()
+    kind = main_kind(run)
     times = {mark: seconds for mark, seconds in run.marks.items() if mark.kind == kind}
     printed = [each for each in run.printed if each.mark in times]
     finals = final_results(run, printed)
@@ -37,6 +35,8 @@ def read_reference(options, run):
     for final in finals:
         final_texts[final.words].append(final.texts)
     texts = clip(", ".join(text for final in finals for text in final.texts), 60)
+    if len(times) < 2:  # one alone says neither that the script goes on nor that it begins anew
+        kind, times = (), {}
     return Reference(
         run=run,
         result=" and ".join(filter(None, (texts, *options.file))),
@@ -44,6 +44,7 @@ def read_reference(options, run):
         kind=kind,
         marks=[*times],
         times=[*times.values()],
+        beginning=beginning_of([*times]),
         cyclic=is_cyclic([*times], printed),
         finals=final_texts,
         patience=patience_after(options, [*times.values()]),
@@ -65,13 +66,53 @@ def kinds_seen(run):
     return seen
 
 
+def main_kind(run):
+    """Return the kind of the marks that say how far a Run has come; () if there is none.
+
+    It is the commonest kind, counted by different marks: a script may print its epochs, and
+    elsewhere its steps. A progress bar must last: those of an evaluation, or of a file that is
+    written, come to their end soon, or begin again and again.
+    """
+    kinds = defaultdict(dict)  # {kind: {mark: its moment}}
+    for mark, seconds in run.marks.items():
+        kinds[mark.kind][mark] = seconds
+    spans = {kind: max(times.values()) - min(times.values()) for kind, times in kinds.items()}
+    longest = max(spans.values(), default=0)
+    lasting = [kind for kind in kinds if spans[kind] >= longest / 2 and len(kinds[kind]) > 1]
+    onward = [kind for kind in lasting if not comes_again(run, kinds[kind])]
+    best = {*onward} or {*lasting}
+    for kind in [*kinds]:
+        is_bar = kind[-1] is not None
+        if best and is_bar and kind not in best:
+            del kinds[kind]
+    return max(kinds, key=lambda kind: len(kinds[kind]), default=())
+
+
+def comes_again(run, times):
+    """Return whether marks of a kind are cyclic. times: {mark: its first moment}."""
+    return is_cyclic([*times], [each for each in run.printed if each.mark in times])
+
+
+def beginning_of(marks):
+    """Return up to which place in the marks a step is one with which work begins from the start.
+
+    A bar, which is drawn by the clock, need not show the first count of another run.
+    """
+    return 1 if marks and marks[0].bar and len(marks) > 4 else 0
+
+
 def is_cyclic(marks, printed):
     """Return whether the first mark comes again in the second half of what was printed.
 
     Such a mark, "step 1" of each epoch, does not say how far the script has come.
     """
-    second_half = printed[len(printed) // 2 + 1 :]
-    return len(marks) > 2 and any(each.mark == marks[0] for each in second_half)
+    second_half = [each.mark for each in printed[len(printed) // 2 :]]
+    if len(marks) <= 2:
+        return False
+    if marks[0].bar:
+        first = marks[beginning_of(marks)].numbers
+        return any(mark.numbers <= first for mark in second_half)
+    return marks[0] in second_half
 
 
 def final_results(run, printed):

@@ -4,6 +4,7 @@ import contextlib
 import re
 from typing import NamedTuple
 
+from . import stale
 from .processes import names
 from .records import Heir, Life
 
@@ -24,8 +25,13 @@ def watch(run, options, processes, roles, errors):
             life = run.lives.setdefault((victim.kind, victim.pid), new)
             life.last = run.seconds
     ranks = {victim.pid for victim in roles.victims["rank"]}
+    new_ranks = ranks - run.ranks
+    if new_ranks and not all(kill.restarted for kill in run.kills):
+        run.last_of_start = ""
+    for pid in new_ranks:
+        run.shares_store = stale.shares_store(pid)
     for kill in run.kills:
-        if ranks - run.ranks:
+        if new_ranks:
             kill.restarted = True
         if kill.others & processes.keys():
             kill.others_until = run.seconds

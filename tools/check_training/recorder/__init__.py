@@ -7,6 +7,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     sitecustomize.py   comes into each Python process, and starts the recorder behind torch
     hooks.py           puts functions of the recorder around those of torch, protected
     state.py           whether it is on; forgets all in a process that is forked
+    machine.py         the machine, the files of the script, where a file lies
     notebook.py        the files of this process: note() writes a record
     script_lines.py    which line of the script asked for something
     fingerprints.py    which tensors may be read, and their checksums

@@ -40,6 +40,7 @@ def data_in(dataset):
                 contents[prefix + name] = [bits(each, 4096) for each in tensors]
             elif isinstance(value, (list, dict)):
                 _list_texts(listed, prefix + name, value)
+                _list_dicts(listed, prefix + name, value, dataset)
             else:
                 found = bits_of_table(value) or bits_of_array(value)
                 if found:
@@ -98,8 +99,38 @@ def _list_texts(listed, name, value):
     if not value or not isinstance(next(iter(value)), (str, tuple)):
         return
     firsts = [item[0] if isinstance(item, tuple) and item else item for item in list(value)[:5000]]
-    entries = [os.path.basename(str(first)) for first in firsts]
+    entries = _without_folders([str(first) for first in firsts])
     listed[name] = Listed(_checksum(entries), _checksum(sorted(entries)))
+
+
+def _without_folders(texts):
+    """Return the names of files without the folder of all, which a rank may have for itself."""
+    names = [os.path.basename(text) for text in texts]
+    if len({*names}) == len({*texts}):
+        return names
+    start = len(os.path.commonprefix(texts))  # files of one name in many folders: these tell more
+    return [text[start:] for text in texts]
+
+
+def _list_dicts(listed, name, value, dataset):
+    """Add the Listed of a list with a dict for each item of a dataset: texts, paths, arrays."""
+    if not value or not isinstance(value, list) or not isinstance(value[0], dict):
+        return
+    if len(value) != size_of(dataset):
+        return
+    some = value[:: max(1, len(value) // 200)]
+    entries = [[_checked(each) for each in list(dict.values(item))[:COLUMNS]] for item in some]
+    if any(any(entry) for entry in entries):
+        listed[name] = Listed(_checksum(entries), _checksum(sorted(map(str, entries))))
+
+
+def _checked(value):
+    """Return what stands for a value of an item's dict, alike in all processes; None: unknown."""
+    if isinstance(value, (str, os.PathLike)):
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        return [bits(value, 64)] if readable(value) else None
+    return bits_of_array(value) or None
 
 
 def _checksum(entries):

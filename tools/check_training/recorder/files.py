@@ -9,6 +9,7 @@ from . import model, optimizer, state_dicts
 from .counters import counters
 from .fingerprints import keys_in
 from .hooks import RAISED, after, around
+from .machine import folder_of
 from .notebook import count, note, now, stand
 from .script_lines import where
 from .times import span
@@ -43,6 +44,7 @@ def _save(content, file):
         begin=begin,
         line=line,
         path=path_of(file),
+        folder=folder_of(path_of(file)),
         phase_begun=phase,
         phase=counters.phase,
         has_optimizer=keys >= OF_OPTIMIZERS,
@@ -75,6 +77,7 @@ def _load(file):
         begin=begin,
         line=line,
         path=path_of(file),
+        folder=folder_of(path_of(file)),
         steps=optimizer.steps(),
         phase_begun=phase,
         phase=counters.phase,

@@ -24,7 +24,9 @@ def looked_at(number):
     """Return whether what is done for this time is looked at: the same times on all ranks."""
     if number < 30:
         return True
-    return number % 100 == 0 or number < 300 and number % 10 == 0
+    if number < 300:
+        return number % 10 == 0
+    return number % (100 if number < 3000 else 1000) == 0
 
 
 def readable(tensor, step=LATER):

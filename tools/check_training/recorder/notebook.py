@@ -7,11 +7,11 @@ import zlib
 from dataclasses import dataclass, field
 
 from ..lines import Standing, written
-from ..records.process import Started, Uses
+from ..records.process import Full, Started, Uses
 from .script_lines import all_lines
 from .state import kept, switch
 
-MOST_RECORDS = 300_000
+MOST_RECORDS, MOST_BYTES = 300_000, 100_000_000  # of a process: whichever comes first
 now = time.monotonic  # one clock for all processes of a machine
 
 
@@ -23,6 +23,8 @@ class Notebook:
     early: list[str] = field(default_factory=list)  # lines from before it was open
     standing: mmap.mmap | None = None  # the file that says what the process is in
     records: int = 0  # that were noted
+    bytes: int = 0  # of their lines
+    full: bool = False  # nothing more is noted
     counts: dict = field(default_factory=dict)  # {what was counted: how often, less one}
 
 
@@ -34,28 +36,41 @@ def note(kind, **fields):
 
     It is kept in memory until the process has joined a group, or takes a step.
     """
+    if notebook.full:
+        return
+    line = written(kind(now(), **fields))
     notebook.records += 1
-    if notebook.records < MOST_RECORDS:
-        line = written(kind(now(), **fields))
-        if notebook.file is None:
-            notebook.early.append(line)
-        else:
-            os.write(notebook.file, line.encode())
+    notebook.bytes += len(line)
+    if notebook.records >= MOST_RECORDS or notebook.bytes > MOST_BYTES:
+        notebook.full, line = True, written(Full(now()))
+    if notebook.file is None:
+        notebook.early.append(line)
+    else:
+        os.write(notebook.file, line.encode())
 
 
 def open_files():
     """Open this process's files, unless they are open, and write what was noted before."""
     if notebook.file is not None:
         return
-    name = f"{switch.folder}/{os.getpid()}-{time.monotonic_ns()}"
+    os.makedirs(switch.folder, exist_ok=True)  # on this machine it may not be there yet
+    name = f"{switch.name_of_process}-{time.monotonic_ns()}"
     with open(f"{name}.now", "wb+") as file:
         file.write(b" " * Standing.SIZE)
         file.flush()
-        notebook.standing = mmap.mmap(file.fileno(), Standing.SIZE)
-    notebook.file = os.open(f"{name}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        notebook.standing = _shared_memory(file)
+    notebook.file = os.open(f"{name}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
     early, notebook.early = notebook.early, []
     note(Started, world_size=number_in_environment("WORLD_SIZE"))
     os.write(notebook.file, "".join(early).encode())
+
+
+def _shared_memory(file):
+    """Return a file's bytes in memory; where its file system shares none, others that stay here."""
+    try:
+        return mmap.mmap(file.fileno(), Standing.SIZE)
+    except OSError:
+        return mmap.mmap(-1, Standing.SIZE)
 
 
 def number_in_environment(name):

@@ -9,6 +9,7 @@ import atexit
 import functools
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -17,12 +18,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, Joined, Left
-from . import model, optimizer, passes
+from . import machine, model, optimizer, passes
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
 from .notebook import note, now, number_in_environment, open_files, stand, stand_no_more, uses
-from .script_lines import where
+from .script_lines import line_of_error, where
 from .state import kept, switch
 from .times import span
 
@@ -105,6 +106,10 @@ def joined():
         attempt=number_in_environment("TORCHELASTIC_RESTART_COUNT") or 0,
         cores=len(os.sched_getaffinity(0)),
         debugging=[f"{name}={on}" for name, on in DEBUGGING if os.environ.get(name) == on],
+        machine=machine.this_machine(),
+        calendar=time.time(),
+        script=machine.script(),
+        sources=machine.sources(),
     )
 
 
@@ -118,7 +123,17 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
-    note(Left, steps=optimizer.steps())
+    note(Left, steps=optimizer.steps(), error=_error())
+
+
+def _error():
+    """Return Left.error: the error that nobody has caught, with its line; or ""."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    line = line_of_error(error.__traceback__)
+    return f"{said} ({line})" if line else said
 
 
 # ---- What no rule can look into ----
@@ -135,12 +150,14 @@ for _name in TO_ONE:
 
 @around(c10d, "new_group", also=[dist], closed=True, even_if_it_fails=True)
 def makes_a_group(args, kwargs):
-    """Note that the script has groups of its own, and that the process waits for their members."""
-    uses("groups")
+    """Note a group, of all ranks unless some are given, and that its members are waited for."""
     line = where()
-    given = args[0] if args else kwargs.get("ranks")
+    ranks = args[0] if args else kwargs.get("ranks")
+    if ranks is not None:
+        uses("groups")
+    else:
+        ranks = range(dist.get_world_size())
     if not kwargs.get("use_local_synchronization") and state.made < MOST_GROUPS:
-        ranks = range(dist.get_world_size()) if given is None else given
         note(GroupMade, line=line, number=state.made, ranks=sorted(map(int, ranks)))
         state.made += 1
     stand("new_group", line)
@@ -165,6 +182,7 @@ def collective(name, args, kwargs):
         return
     fields = {"name": name, "line": where(), "group": group, "unheld": _unheld(name, args, kwargs)}
     fields["source"] = _source(name, args, kwargs)
+    fields["is_async"] = bool(kwargs.get("async_op")) or any(each is True for each in args)
     fields["pass_number"] = None if counters.feeding is None else counters.feeding.number
     number = state.calls.get(group, 0)
     state.calls[group] = number + 1

@@ -85,5 +85,16 @@ def innermost_files(count):
     return found
 
 
+def line_of_error(traceback):
+    """Return the innermost line of the script in a traceback, "train.py:42"; "": there is none."""
+    line = ""
+    while traceback:
+        path = traceback.tb_frame.f_code.co_filename
+        if kind_of(path) == SCRIPT:
+            line = f"{os.path.basename(path)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
 def _line(frame):
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

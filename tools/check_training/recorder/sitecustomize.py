@@ -1,7 +1,7 @@
 """Comes into each Python process by PYTHONPATH, and starts the recorder when torch is imported.
 
-It stands in a folder beside a link check_training_recorder, which leads to the package. Nothing
-else of the tools can be imported from there.
+It stands in a folder beside the package, which is called check_training_recorder there: a link to
+it, or a copy of what the recorder needs. Nothing else of the tools can be imported from there.
 """
 
 import importlib.abc
@@ -59,7 +59,7 @@ def start():
         spec.loader.exec_module(package)
         importlib.import_module(f"{NAME}.recorder").start(FOLDER)
     except Exception:
-        with open(f"{FOLDER}/{os.getpid()}.failed", "w") as file:
+        with open(f"{FOLDER}/{os.uname().nodename}-{os.getpid()}.failed", "w") as file:
             traceback.print_exc(file=file)
 
 

@@ -13,9 +13,14 @@ class Switch:
     folder: str = ""  # for the files of records
 
     @property
+    def name_of_process(self):
+        """The begin of the names of this process's files: machines may share the folder."""
+        return f"{self.folder}/{os.uname().nodename}-{os.getpid()}"
+
+    @property
     def failure(self):
         """The file that says why the recorder of this process has failed."""
-        return f"{self.folder}/{os.getpid()}.failed"
+        return f"{self.name_of_process}.failed"
 
 
 switch = Switch()

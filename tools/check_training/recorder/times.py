@@ -1,9 +1,9 @@
-"""Where the time of a step goes: notes StepTimes."""
+"""Where the time of a step goes: notes StepTimes, and Gap."""
 
 import threading
 from dataclasses import dataclass, field
 
-from ..records.times import Span, StepTimes
+from ..records.times import LONG, Gap, Span, StepTimes
 from .notebook import note, now
 from .state import kept
 
@@ -25,6 +25,9 @@ class Times:
     spans: list[Stretch] = field(default_factory=list)
     open: list[Stretch] = field(default_factory=list)  # forward passes that go on
     timed: bool = True  # the parts of this step are noted
+    last_end: float | None = None  # of the step before
+    usual: float | None = None  # seconds of a step: an average of the last ones, without gaps
+    gaps: int = 0  # that were noted
 
 
 state = kept(Times())
@@ -36,7 +39,7 @@ def span(part, begin, end):
     What other parts took of it in the same thread is theirs: optimizer.step(closure) runs a whole
     forward and backward pass.
     """
-    if state.timed:
+    if state.timed or end - begin > LONG:
         _keep(part, begin, end, threading.get_ident())
 
 
@@ -71,7 +74,7 @@ def ended(stretch, end):
     """Keep what has not been noted yet of a Stretch that has begun."""
     if stretch in state.open:
         state.open.remove(stretch)
-    if state.timed:
+    if state.timed or end - stretch.begin > LONG:
         _keep(stretch.part, stretch.begin, end, stretch.thread)
 
 
@@ -82,11 +85,31 @@ def step_ended(number, end):
             _keep(each.part, each.begin, end, each.thread)
         each.begin = end
     if state.timed:
-        spans = [Span(each.part, round(each.begin, 6), round(each.end, 6)) for each in state.spans]
+        spans = _spans_of(state.spans)
         note(StepTimes, number=number, spans=spans, end=end, own=round(now() - end, 6))
+    if state.last_end is not None:
+        _look_for_a_gap(number, state.last_end, end)
     state.spans = []
     following = number + 1
     if following < 200:
         state.timed = True
     else:
         state.timed = following % 100 == 0 or following < 5000 and following % 10 == 0
+    state.last_end = now()  # without what the recorder took itself
+
+
+def _spans_of(stretches):
+    return [Span(each.part, round(each.begin, 6), round(each.end, 6)) for each in stretches]
+
+
+def _look_for_a_gap(number, begin, end):
+    """Note a step as a Gap, if it took far longer than those before it."""
+    took, usual = end - begin, state.usual
+    if usual is None:
+        state.usual = took
+    elif took <= max(LONG, 5 * usual):
+        state.usual += (took - usual) / 8
+    elif state.gaps < 1000:
+        state.gaps += 1
+        long = [each for each in state.spans if each.end - each.begin > LONG]
+        note(Gap, number=number, begin=begin, end=end, spans=_spans_of(long[:50]))

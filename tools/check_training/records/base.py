@@ -1,13 +1,17 @@
 """What records of all subjects have."""
 
 from dataclasses import dataclass
+from typing import NewType
+
+# Seconds of the machine's own clock, time.monotonic(). Machines have clocks of their own.
+Moment = NewType("Moment", float)
 
 
 @dataclass(slots=True)
 class Record:
     """What all records have."""
 
-    time: float
+    time: Moment
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .base import Record
+from .base import Moment, Record
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Progress(Record):
 
     pass_number: int  # Pass.number
     batches: int  # that were taken
-    last_batch: float | None  # seconds, as time: when the last of them was taken
+    last_batch: Moment | None  # when the last of them was taken
     rows: int  # of the first tensor of each batch, in all
     items: int  # that the sampler drew, in this process
     order: int  # a hash of the indices in the order in which they were drawn

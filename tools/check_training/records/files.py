@@ -2,16 +2,28 @@
 
 from dataclasses import dataclass
 
-from .base import Record
+from .base import Moment, Record
+
+
+@dataclass(slots=True)
+class Folder:
+    """A folder, as its machine knows it: is it the same as another machine's?"""
+
+    device: int  # os.stat().st_dev, of this kernel alone
+    inode: int  # os.stat().st_ino, on this device
+    file_system: str  # its type: "ext4", "nfs4"; "": not known
+    source: str  # what is mounted there: "/dev/sda1", "server:/home"
+    inner: str  # its path in the source
 
 
 @dataclass(slots=True)
 class Save(Record):
     """torch.save() or safetensors' save_file(), when it has ended."""
 
-    begin: float  # seconds, as time
+    begin: Moment
     line: str
     path: str | None  # whole, without links; None: no file of a known name
+    folder: Folder | None  # the path's; None: it has none
     phase_begun: int
     phase: int
     has_optimizer: bool  # the state of an optimizer is in it
@@ -24,9 +36,10 @@ class Save(Record):
 class Load(Record):
     """torch.load() or safetensors' load_file(), when it has ended."""
 
-    begin: float  # seconds, as time
+    begin: Moment
     line: str
     path: str | None  # as in Save
+    folder: Folder | None  # as in Save
     steps: int
     phase_begun: int
     phase: int

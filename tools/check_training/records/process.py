@@ -1,6 +1,6 @@
 """The process, its group, and the collective calls of the script."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .base import Record
 
@@ -10,6 +10,16 @@ class Started(Record):
     """A process has joined a group, or is about to take a step without one. Its first record."""
 
     world_size: int | None  # WORLD_SIZE in its environment; None: not set
+
+
+@dataclass(slots=True)
+class Machine:
+    """The machine of a process: one with a host name and a network of its own, also a container."""
+
+    key: str  # equal on one machine, another one on each other machine
+    clock: str  # equal where time.monotonic() is one clock: in containers of one machine, too
+    node: int | None  # torchrun's number of it, GROUP_RANK; None: not said
+    address: str  # by which the others reach it, "10.0.0.1"; "": not known
 
 
 @dataclass(slots=True)
@@ -23,6 +33,11 @@ class Joined(Record):
     attempt: int  # how often torchrun has restarted the ranks
     cores: int  # that the process may use
     debugging: list[str]  # settings that slow each step down, as "CUDA_LAUNCH_BLOCKING=1"
+    machine: Machine | None = None  # None: not known
+    calendar: float = 0.0  # seconds since 1970, by the machine's clock on the wall
+    script: str = ""  # name of the script's file; "": not known
+    # {file of the script: bits of its content}, of all that it has imported from its folder so far
+    sources: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -30,6 +45,12 @@ class Left(Record):
     """The process has left the default group, or ended."""
 
     steps: int
+    error: str = ""  # by which it ends, "ValueError: no data (train.py:7)"; "": none
+
+
+@dataclass(slots=True)
+class Full(Record):
+    """The file of this process has come to its size: what comes later is not noted."""
 
 
 @dataclass(slots=True)
@@ -68,6 +89,7 @@ class Call(Record):
     number: int  # of the calls in this group
     group: str  # "": the default group; else its ranks and its name, "[0, 1]#name"
     failed: bool  # it has raised an error
+    is_async: bool = False  # it returns before the others have come
     dtype: str | None = None  # of the first tensor, "float32"; None: there is none
     elements: int | None = None  # of the first tensor
     is_gradient: bool = False  # an all_reduce of a gradient that DDP has averaged

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .base import Record
+from .base import Moment, Record
 
 
 @dataclass(slots=True)
@@ -10,10 +10,11 @@ class Span:
     """A stretch of time in one part of a step."""
 
     part: str  # a name in PARTS
-    begin: float  # seconds, as time
-    end: float
+    begin: Moment
+    end: Moment
 
 
+LONG = 0.02  # seconds; a Gap has at least as many
 # What a process can be in: what is left of a step is the script's own code.
 PARTS = {
     "loading": "the loader makes the next batch",
@@ -32,5 +33,18 @@ class StepTimes(Record):
 
     number: int  # of the steps of the main optimizer, the first that takes steps
     spans: list[Span]
-    end: float  # seconds, as time: when optimizer.step() ended
+    end: Moment  # when optimizer.step() ended
     own: float  # seconds that the recorder took itself after that
+
+
+@dataclass(slots=True)
+class Gap(Record):
+    """A step that took more than five times as long as those before it. All such are noted.
+
+    Mostly something came before its batch: an evaluation, a save, workers that are started.
+    """
+
+    number: int  # as in StepTimes
+    begin: Moment | None  # when the step before it ended
+    end: Moment
+    spans: list[Span]  # those of more than LONG seconds

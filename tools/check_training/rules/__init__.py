@@ -16,5 +16,5 @@ before their consequences.
 
 # ruff: noqa: F401, I001
 from ..findings import RULES
-from . import groups, models, weights, data, batches, augmentation, modes
+from . import machines, groups, models, weights, data, batches, augmentation, modes
 from . import evaluation, gradients, optimizers, files, resumes, restarts, settings

@@ -14,9 +14,12 @@ from .pages import METRICS
 def items_counted_twice(run):
     """A DistributedSampler pads the shares in an evaluation, and the padding is counted.
 
-    Looks alike, and is right: the script drops the padding after a gather. So then it is asked.
+    Looks alike, and is right: the script drops the padding, before its sums (a rank's number of
+    items is smaller then) or after a gather. Of a gather no record shows it, so then it is asked.
     """
     for loader in run.evaluation_loaders():
+        if any(counts_fewer(run.ranks[rank], of[0]) for rank, of in loader.passes.items()):
+            continue
         for rank, passes in loader.passes.items():
             whole = [each for each in passes if each.progress.exhausted]
             if not whole or whole[0].start.drop_last:
@@ -30,7 +33,7 @@ def items_counted_twice(run):
             yield kind(
                 f"the evaluation ({loader.line}) counts {padding} of {start.length} items twice:"
                 " DistributedSampler pads the shares",
-                "unless you drop them after the gather" if gathers else "",
+                "unless you drop them before you count" if gathers else "",
                 "pitfalls/padded_evaluation.py",
             )
 
@@ -61,10 +64,23 @@ def shares_are_filled_up(run):
             )
 
 
+def counts_fewer(rank, one):
+    """Return whether a rank sums a number of items that is its share without the padding."""
+    start, items = one.start, one.progress.items
+    padding = (start.total_size or 0) - (start.length or 0)
+    given = {call.number_given for call in calls_around(rank, one)}
+    return items not in given and not given.isdisjoint(range(items - padding, items))
+
+
 def gathers_around(rank, one):
-    """Return whether a rank gathers something during a LoaderPass, or within five seconds."""
+    """Return whether a rank gathers something in a LoaderPass, or soon after it."""
+    return any("gather" in call.name for call in calls_around(rank, one))
+
+
+def calls_around(rank, one):
+    """Return a rank's Call records during a LoaderPass, and in the five seconds after it."""
     begin, end = one.start.time, one.progress.time + 5
-    return any("gather" in call.name and begin < call.time < end for call in rank.records(Call))
+    return [call for call in rank.records(Call) if begin < call.time < end]
 
 
 @rule()

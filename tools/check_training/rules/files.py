@@ -16,12 +16,29 @@ COPY = "keep a copy: copy.deepcopy(model.state_dict())"
 KEYS = "pitfalls/keys_with_module.py"
 
 
+# File systems whose files are those of all machines that mount the same source, "server:/home".
+SHARED = {"nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "gpfs", "beegfs"}
+OF_ONE_MACHINE = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "f2fs",
+    "tmpfs",
+    "ramfs",
+    "overlay",
+}
+
+
 @dataclass(slots=True)
 class SavedFile:
     """One file, and who has saved it."""
 
-    host: str  # the same path on another machine may be another file
-    path: str
+    machines: set[str]  # keys of those on which it was saved
+    path: str  # as the first of them calls it
+    identity: tuple | None  # as of identity_of(), of the first save
     saves: dict[int, list[Save]]  # {rank: its saves}
 
     @property
@@ -31,16 +48,53 @@ class SavedFile:
 
 
 def saved_files(run):
-    """Return the SavedFile of all files that ranks have saved."""
+    """Return the SavedFile of all files that ranks have saved.
+
+    On one machine, a path is a file. The same path on another one may be another file.
+    """
     found = {}
     for number, rank in run.ranks.items():
         for save in rank.records(Save):
             if not save.path or save.path.startswith("/dev/"):
                 continue
-            key = rank.host, save.path
-            file = found.setdefault(key, SavedFile(*key, {}))
-            file.saves.setdefault(number, []).append(save)
-    return [*found.values()]
+            key = rank.machine.key, save.path
+            if key not in found:
+                found[key] = SavedFile({key[0]}, save.path, identity_of(rank, save), {})
+            found[key].saves.setdefault(number, []).append(save)
+    return with_those_of_other_machines([*found.values()])
+
+
+def with_those_of_other_machines(files):
+    """Return the SavedFile objects, of which those of one file on several machines are one."""
+    whole = []
+    for file in files:
+        same = [
+            each
+            for each in whole
+            if file.identity is not None
+            and each.identity == file.identity
+            and not each.machines & file.machines
+        ]
+        if same:
+            same[0].machines |= file.machines
+            same[0].saves |= file.saves
+        else:
+            whole.append(file)
+    return whole
+
+
+def identity_of(rank, record):
+    """Return what is equal for one file on all machines, and for no other; None: it is not known.
+
+    record: a Save or a Load of a rank, with a path. Machines with one clock are parts of one
+    computer: they know its disks by the same numbers.
+    """
+    folder, name = record.folder, os.path.basename(record.path)
+    if folder is None:
+        return None
+    if folder.file_system in SHARED:
+        return folder.source, folder.inner, name
+    return rank.machine.clock, folder.device, folder.inode, name
 
 
 def nothing_keeps_apart(one, other):
@@ -68,6 +122,36 @@ def several_save_one_file(run):
                 "pitfalls/every_rank_saves.py",
                 once=f"save {first.line}",
             )
+
+
+@rule(unless={"save"})
+def machines_may_save_one_file(run):
+    """A rank of each machine saves to one path, and it cannot be told whether it is one file.
+
+    Looks alike, and is right: a disk of each machine's own, which is known by its file system.
+    """
+    by_path = collections.defaultdict(list)
+    for file in saved_files(run):
+        by_path[file.path].append(file)
+    for path, files in by_path.items():
+        firsts = {min(file.saves): next(iter(file.saves.values()))[0] for file in files}
+        pairs = itertools.combinations(firsts.values(), 2)
+        at_once = any(nothing_keeps_apart(one, other) for one, other in pairs)
+        if not at_once or any(is_on_own_disk(save) for save in firsts.values()):
+            continue
+        yield Question(
+            f"{in_words(firsts)}, each on a machine of its own, save to {path}"
+            f" ({firsts[min(firsts)].line}): is that one file, on a disk that they share?",
+            "then they write over each other: let rank 0 alone save, or each to a name of its own",
+            "pitfalls/every_rank_saves.py",
+            once=f"shared {firsts[min(firsts)].line}",
+        )
+
+
+def is_on_own_disk(save):
+    """Return whether a file is known to be on a disk that other machines do not have."""
+    folder = save.folder
+    return folder is not None and folder.file_system in OF_ONE_MACHINE
 
 
 @rule()
@@ -124,11 +208,16 @@ def loaded_while_it_is_saved(run):
         moves = [move for rank in file.saves for move in run.ranks[rank].records(Move)]
         paths = {file.path} | {move.path for move in moves if move.source == file.path}
         for reader, loads in run.records_by_rank(Load).items():
-            if run.ranks[reader].host != file.host:
-                continue
+            rank = run.ranks[reader]
+            is_there = rank.machine.key in file.machines
             for load in loads:
-                if load.path in paths:
+                if load.path in paths if is_there else is_the_file(rank, load, file):
                     yield from races(file, reader, load)
+
+
+def is_the_file(rank, load, file):
+    """Return whether a rank on another machine loads a SavedFile."""
+    return bool(load.path) and identity_of(rank, load) == file.identity is not None
 
 
 def races(file, reader, load):

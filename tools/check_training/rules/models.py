@@ -52,8 +52,8 @@ def own_batch_norm(run):
         own = wrapped.has_batch_norm and not wrapped.sends_buffers
         if own and len(wrapped.group) > 1:
             yield Question(
-                f"DDP() of {wrapped.line} has broadcast_buffers=False: each rank's BatchNorm has"
-                " means of its own",
+                f"DDP() of {wrapped.line} sends no buffers before a forward: each rank's BatchNorm"
+                " has means of its own",
                 "rank 0's are saved: average them before, or SyncBatchNorm",
                 "pitfalls/small_batch_norm.py",
             )
@@ -92,10 +92,11 @@ def buffers_differ(run):
 def rates_differ(run):
     """The learning rates of one optimizer differ by rank at the same step.
 
-    Looks alike, and is right: stages of a split model, whose optimizers have other parameters.
+    Looks alike, and is right: stages of a split model, whose optimizers have other parameters; the
+    n-th step of ranks that are in different epochs by then.
     """
     for steps in optimizers_of_one_model(run):
-        text = first_difference(steps, "rates")
+        text = first_difference(run, steps, "rates")
         if text:
             yield Found(
                 f"the learning rates differ {text}",
@@ -112,7 +113,7 @@ def scales_differ(run):
     Looks alike, and is right: as for the rates.
     """
     for steps in optimizers_of_one_model(run):
-        text = first_difference(steps, "scales")
+        text = first_difference(run, steps, "scales")
         if text:
             yield Found(
                 f"the scales of GradScaler differ {text}",
@@ -133,12 +134,12 @@ def optimizers_of_one_model(run):
     return found
 
 
-def first_difference(steps, what):
+def first_difference(run, steps, what):
     """Return "from step 3 on (train.py:42): 0.1 on rank 0, 0.2 on rank 1", or "" if all are equal.
 
     what: "rates" or "scales", a list of figures in each Step.
     """
-    for number in steps.common:
+    for number in run.same_steps(steps):
         row = steps.at(number)
         figures = {rank: getattr(step, what) for rank, step in row.items()}
         if differ(figures.values()):

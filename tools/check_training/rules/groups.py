@@ -105,10 +105,11 @@ def groups_differ(run):
 
 
 def group_in_words(rank, group):
-    """Return "rank 0 one of ranks 2 and 3 at train.py:42"; group: a GroupMade, or None."""
+    """Return "rank 0 that of ranks 2 and 3 (train.py:42)"; group: a GroupMade, or None."""
     if group is None:
         return f"rank {rank} none"
-    return f"rank {rank} one of {in_words(group.ranks)} at {group.line}"
+    members = in_words(group.ranks) if len(group.ranks) <= 8 else f"{len(group.ranks)} ranks"
+    return f"rank {rank} that of {members} ({group.line})"
 
 
 @rule("calls", unless={"calls"})

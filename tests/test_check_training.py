@@ -263,6 +263,9 @@ class Elsewhere:
     layout, is_quantized, is_cuda = torch.strided, False, False
     device = torch.device("xpu")
 
+    def numel(self):
+        return 0
+
 
 def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
     from check_training.recorder import fingerprints
@@ -271,6 +274,16 @@ def test_no_gpu_is_waited_for_after_the_first_steps(monkeypatch):
     assert fingerprints.readable(Elsewhere(), 0)
     for step in fingerprints.FIRST, 100, 10**9:
         assert not fingerprints.readable(Elsewhere(), step)
+
+
+def test_what_has_no_memory_is_not_read():
+    """FSDP2 frees what it has gathered."""
+    from check_training.recorder import fingerprints
+
+    tensor = torch.ones(3)
+    assert fingerprints.readable(tensor) and fingerprints.readable(torch.ones(0))
+    tensor.untyped_storage().resize_(0)
+    assert not fingerprints.readable(tensor)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,9 @@ def readable(tensor, step=LATER):
         return False
     if torch._C._len_torch_dispatch_stack():
         return False
-    if tensor.numel() and not tensor.untyped_storage().size():  # FSDP2 has freed its memory
+    if tensor.device.type != "cpu" and (step >= FIRST or tensor.device.type == "meta"):
         return False
-    if tensor.device.type == "cpu":
-        return True
-    if step >= FIRST or tensor.device.type == "meta":
+    if tensor.numel() and not tensor.untyped_storage().size():  # FSDP2 has freed its memory
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

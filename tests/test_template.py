@@ -36,6 +36,7 @@ from lab import Lab
 from started import ACTIVE, PYTHON, ROOT, family, files, free_port, read_until, running, wait_until
 from torch import nn
 from torch.optim import optimizer
+from torch.utils.data import BatchSampler
 
 SCRIPT = "template/train.py"
 # 13 windows: neither 2 nor 3 ranks nor 2 micro-batches divide them.
@@ -1032,6 +1033,38 @@ def test_a_stream_goes_on_after_any_number_of_batches():
         parts = [[*eval(line, names | {"done": done, "worker": worker})] for worker in workers]
         merged = itertools.chain(*itertools.zip_longest(*parts))  # as the loader takes them
         assert [batch for batch in merged if batch] == [[1, place] for place in range(done, 9)]
+
+
+def test_an_epoch_goes_on_after_any_number_of_steps():
+    """As its page says: the batches that are not done, and each epoch in an order of its own."""
+    names = {"torch": torch, "islice": itertools.islice, "BatchSampler": BatchSampler}
+    names |= {"points": range(23), "BATCH": 4, "ACCUMULATE": 2, "updates": 3}  # 5 batches
+    rest = []
+    for step in range(6):
+        exec(shown.block("by epochs"), its := names | {"step": step})  # noqa: S102
+        rest.append([*its["batches"]])
+        assert its["epoch"] == step // 3
+    assert [len(batches) for batches in rest] == [5, 3, 1] * 2
+    assert rest[0][2:] == rest[1] and rest[1][2:] == rest[2] and rest[0] != rest[3]
+    assert len({*itertools.chain(*rest[0])}) == 20
+
+
+def test_rows_of_all_ranks_stand_in_the_order_of_the_batch():
+    """As its page says: with a row of zeros where a share is shorter."""
+    page = (ROOT / "template/example/README.md").read_text()
+    [line] = re.findall(r"`(AllGather\.apply\(.*?\])`", page)
+    for size, count in itertools.product((1, 2, 3), (3, 4, 5, 6)):
+        batch = torch.arange(1, 2 * count + 1).view(count, 2)
+        shares = [batch[rank::size] for rank in range(size)]
+        full = [torch.cat([share, share.new_zeros(1, 2)])[: -(-count // size)] for share in shares]
+        gather = types.SimpleNamespace(apply=lambda rows, full=full: torch.cat(full))
+        found = eval(line, {"AllGather": gather, "rows": None, "N": size, "count": count})
+        assert torch.equal(found, batch)
+        assert all(
+            torch.equal(found[i * size + rank], row)
+            for rank, share in enumerate(shares)
+            for i, row in enumerate(share)
+        )
 
 
 # As torchrun does it: the rank leads a session of its own, and SIGTERM goes to all that is in it.

@@ -228,6 +228,17 @@ MISTAKES = {
         STEP,
         False,
     ),
+    "bare model, once DDP is settled": (
+        {
+            OPT: OPT + "    model(inputs[:2].to(device)).sum().backward(); model.zero_grad()\n",
+            LOSS: LOSS.replace("model(x)", "model.module(x)"),
+            **before(STEP, "nn.utils.clip_grad_norm_(model.parameters(), 1)"),
+        },
+        "weights_come_apart",
+        r"found: .* the bare model is trained",
+        BACK,
+        False,
+    ),
     "bare model": (
         {LOSS: LOSS.replace("model(x)", "model.module(x)")},
         "weights_come_apart",

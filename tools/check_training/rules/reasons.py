@@ -112,8 +112,14 @@ def not_from_backward(apart):
 
 
 def bare_model_is_trained(apart):
-    """There was a backward(), and no forward of a DDP object."""
-    if not apart.step.forwards:
+    """There was a backward(), and no forward of a DDP object.
+
+    Before step 0, one may have settled the order in which DDP adds: then step 1 shows it.
+    """
+    steps = [step for rank in apart.ranks for step in apart.steps.of[rank].values()]
+    later = [step for step in steps if step.number == 1]
+    settled = apart.since == 0 and later and not any(step.forwards for step in later)
+    if settled or not apart.step.forwards:
         return f"the bare model is trained ({apart.step.backward_line}), not the DDP object"
     return ""
 

@@ -12,6 +12,7 @@ import shown
 import torch
 import torch.distributed as dist
 from forked import fork, fork_ranks, pretend_gpus, report_errors, variant
+from mistakes.split_model import BROKEN
 from started import ROOT, files
 
 SCRIPT = "06_model_parallel_ddp.py"
@@ -110,37 +111,7 @@ def test_other_micro_batches_and_numbers_of_ranks(tmp_path):
     assert_drawn(result, *["01234567abcdefgh"] * 2, "01a2b3c4d5e6f7gh", "0a1b2c3d4e5f6g7h")
 
 
-OTHER_RESULT = "the unsplit model trains to other weights"
-
-
-@pytest.mark.parametrize(
-    ("mode", "old", "new", "message"),
-    [
-        pytest.param(
-            "pipeline",
-            "        model(torch.zeros(2, WIDTH, device=device)).sum().backward()",
-            "        pass",
-            "rebuilt parameter indices size is not",
-            marks=pytest.mark.skipif(
-                torch.__version__ < "2.12", reason="torch 2.11 has no such fault"
-            ),
-        ),
-        ("devices", "batch[replica::replicas]", "batch[: len(batch) // replicas]", OTHER_RESULT),
-        (
-            "pipeline",
-            "loss_fn=cross_entropy",
-            "loss_fn=cross_entropy, scale_grads=False",
-            OTHER_RESULT,
-        ),
-        (
-            "devices",
-            "    model = DDP(split, gradient_as_bucket_view=True)",
-            "    model = split",
-            "the replicas differ",
-        ),
-    ],
-    ids=["not settled", "same share", "sums for means", "no DDP"],
-)
+@pytest.mark.parametrize(("mode", "old", "new", "message"), BROKEN.values(), ids=BROKEN)
 def test_the_proofs_can_fail(tmp_path, mode, old, new, message):
     script = variant(tmp_path, SCRIPT, {old: new})
     result = fork_ranks(script, "1", "--mode", mode, cwd=tmp_path, before=watch)

@@ -21,9 +21,19 @@ SMALLEST = {
     "scaling": ["--rounds=1", "--ranks", 1, 2, "--batch-size=32", "--steps=4"],
     "ddp_anatomy": ["--rounds=1", "--layers=4", "--width=256", "--batch-size=4"],
     "collectives": ["--rounds=1", "--sizes", 4096, 2**20],
-    "network": (
-        "--rounds=1 --batches=2 --layers=2 --width=64 --rows=8 --rates 500mbit --machines 1 2 4"
-    ).split(),
+    "network": [
+        "--rounds=1",
+        "--batches=2",
+        "--layers=2",
+        "--width=64",
+        "--rows=8",
+        "--rates",
+        "500mbit",
+        "--machines",
+        "1",
+        "2",
+        "4",
+    ],
     "recovery": ["--rounds=1", "--megabytes", 0.1],
     "startup": ["--rounds=1", "--only", "01"],
     "watching": ["--rounds=1", "--width=8"],

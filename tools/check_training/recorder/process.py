@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, Joined, Left
-from . import machine, model, optimizer, passes
+from . import machine, model, optimizer, passes, totals
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -93,6 +94,7 @@ def joined():
     open_files()
     counters.phase, counters.steps = 0, optimizer.steps_of_those_alive()
     state.__init__()
+    totals.state.__init__()
     note(
         Joined,
         rank=dist.get_rank(),
@@ -106,6 +108,7 @@ def joined():
         calendar=time.time(),
         script=machine.script(),
         sources=machine.sources(),
+        line=where(),
     )
 
 
@@ -134,6 +137,7 @@ def sends_to_one(args, kwargs):
 
 for _name in TO_ONE:
     before(c10d, _name, also=[dist], closed=True)(sends_to_one)
+before(rpc, "init_rpc")(sends_to_one)
 
 
 @before(c10d, "new_group", also=[dist], closed=True)
@@ -170,6 +174,7 @@ def collective(name, args, kwargs):
         fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
         if name in ("all_reduce", "reduce") and first.numel() == 1:
             fields["number_given"] = _number_in(first)
+    given = totals.numbers_of_a_sum(name, args, kwargs, optimizer.steps())
     stand(name, fields["line"])
     begin = now()
     result = yield
@@ -177,6 +182,8 @@ def collective(name, args, kwargs):
     failed = result is RAISED
     span("collective", begin, now())
     stand_no_more(name, fields["line"], failed)
+    if given is not None and not failed:
+        fields["again"] = totals.summed(first, given)
     if number < MOST_CALLS:
         note(Call, number=number, failed=failed, **fields)
 

@@ -276,7 +276,7 @@ def _take(known, batch):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
             known.batch_bits.append(bits(first))
-            _look_at_labels(known, batch, len(first))
+            _look_at_labels(known, batch, first)
         if known.pass_of_loader < 2 and place < 300:
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
     if known.complete and known.modes_after is None:
@@ -285,14 +285,19 @@ def _take(known, batch):
         _note_progress(known)
 
 
-def _look_at_labels(known, batch, rows):
-    """Add to Progress.labels, if the batch has labels."""
+def _look_at_labels(known, batch, first):
+    """Add to Progress.labels, if the batch has labels. first: its first tensor."""
     for tensor in tensors_in(batch):
-        if tensor.shape != (rows,) or tensor.dtype not in (torch.int64, torch.int32):
+        if tensor.shape != first.shape[:1] or tensor.dtype not in (torch.int64, torch.int32):
             continue
-        if readable(tensor):
-            one = tensor[0].item()
-            known.labels.append(one if bool((tensor == one).all()) else None)
+        if not readable(tensor):
+            continue
+        one = tensor[0].item()
+        if not bool((tensor == one).all()):
+            known.labels.append(None)
+            return
+        if one not in first.shape[1:]:  # else it is a length of the items
+            known.labels.append(one)
             return
 
 

@@ -62,9 +62,9 @@ def why_the_order_stays(passes, first, calls):
 def batches_of_one_label(run):
     """Nothing is shuffled, and all items of most batches have one label.
 
-    It is a question: labels are whole numbers, one for each item, and may be lengths, by which the
-    items were sorted on purpose. Looks alike, and is right: texts in their order, sets that were
-    shuffled when they were stored, one label in the whole set.
+    It is a question: a label is a whole number for each item, and the order may be meant. Looks
+    alike, and is right: texts in their order, items sorted by length, sets that were shuffled when
+    they were stored, one label in the whole set.
     """
     for loader in run.training_loaders():
         first = loader.firsts[0]
@@ -76,8 +76,9 @@ def batches_of_one_label(run):
         if most(len(single), len(labels)) and len({*single}) > 1:
             yield Question(
                 f"nothing is shuffled ({loader.line}), and in {len(single)} of the first"
-                f" {len(labels)} batches, all items have one label",
-                "the set is sorted: shuffle it, by DistributedSampler(dataset) and set_epoch()",
+                f" {len(labels)} batches, all items have the same whole number: a label?",
+                "is the set sorted by its labels? Then shuffle: DistributedSampler(dataset), and"
+                " set_epoch(epoch)",
                 SILENT,
             )
 

@@ -762,7 +762,7 @@ MISTAKES = {
     "sorted by label": (
         SORTED,
         "batches_of_one_label",
-        "question: nothing is shuffled .* in 16 of the first 16 batches, all items have the same whole number",
+        "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
         "in loader:",
         False,
     ),

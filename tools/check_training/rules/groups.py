@@ -8,7 +8,7 @@ from ..records.files import Save
 from ..records.model import Forward
 from ..records.process import Call, Joined, Started
 from ..words import differ, in_words
-from .pages import METRICS, SILENT
+from .pages import SILENT
 
 # Calls whose tensor has the same size on all ranks.
 SAME_SIZE = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"}
@@ -227,6 +227,6 @@ def total_summed_again(run):
                 " given the one before, and what was added to it",
                 f"what came first counts {count} times, then {count * count} times, and so on: sum"
                 " a copy of it, or set it back to 0 after each sum",
-                METRICS,
+                SILENT,
                 once=f"again {line}",
             )

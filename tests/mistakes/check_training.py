@@ -1277,7 +1277,9 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "accumulated, and clipped once": clip_half(at_end=CLIP),
     "a norm that is printed for half a batch": clip_half(CLIP.replace("0.1", "float('inf')")),
     "a frozen layer, which the optimizer has": {
-        WRAP: "    model[0].requires_grad_(False)\n" + WRAP
+        WRAP: "    model[0].requires_grad_(False)\n" + WRAP,
+        STEP: "            trained = filter(lambda each: each.requires_grad, model.parameters())\n"
+        f"            nn.utils.clip_grad_norm_(trained, 0.1)\n{STEP}",
     },
     "losses added up for an epoch, and numbers for all": {
         EPOCHS: "    kept = []\n" + EPOCHS.replace("5", "10"),

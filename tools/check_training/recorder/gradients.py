@@ -1,5 +1,7 @@
 """From backward() to a step: notes Clip and ThrownAway, and sees gradients that nobody clears."""
 
+import collections.abc
+
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
@@ -101,7 +103,7 @@ def clipped(result, args, kwargs):
     given = args[0] if args else kwargs["parameters"]
     norm_is_read = torch.is_tensor(result) and readable(result, number)
     norm = float(result) if norm_is_read else None
-    if hasattr(given, "gi_frame"):  # a generator, which has been read by now
+    if isinstance(given, collections.abc.Iterator):  # a generator or a filter: it is read by now
         owners = list(optimizer.state.known)
         parameters = 0 if norm == 0 else 1
     else:

@@ -44,13 +44,15 @@ def groups_of_one(ranks):
     alone = at_one_time([rank for rank in alone if rank.world_size == 1])
     if len(alone) < 2:
         return
-    kind = Found if train_the_same(alone) or save_to_one_file(alone) else Question
+    sure = train_the_same(alone) or save_to_one_file(alone)
+    kind = Found if sure else Question
     told = alone[0].records(Started)[0].world_size
     line = alone[0].records(Joined)[0].line
     yield kind(
         f"{len(alone)} processes train, each in a group of one rank, though WORLD_SIZE is {told}"
         f" ({line}): so many models",
-        "leave world_size out of init_process_group(), or give it WORLD_SIZE; and rank with it",
+        ("" if sure else "is each a trial of its own? Else ")
+        + "leave store, rank and world_size out of init_process_group(): torchrun has set them",
         SILENT,
     )
 

@@ -22,7 +22,8 @@ class Total:
     """A tensor that was summed."""
 
     first: list[float]  # what it held before the first sum of the row
-    last: list[float]  # what it held after the last one
+    given: list[float]  # what it held before the last one
+    last: list[float]  # and after that
     again: int  # as Call.again
 
 
@@ -36,9 +37,9 @@ class Totals:
 state = kept(Totals())
 
 
-def numbers_of_a_sum(name, args, kwargs, step):
+def numbers_of_a_sum(args, kwargs, step):
     """Return the numbers that an all_reduce is given; None: it is no sum, or not looked at."""
-    if name != "all_reduce" or not args or kwargs.get("async_op") or len(args) > 3:
+    if not args or kwargs.get("async_op") or len(args) > 3:
         return None
     operation = args[1] if len(args) > 1 else kwargs.get("op", dist.ReduceOp.SUM)
     if operation != dist.ReduceOp.SUM:
@@ -58,17 +59,22 @@ def summed(tensor, given):
     """Return Call.again of a sum that has ended. given: the numbers that it was given."""
     total = state.known.get(tensor)
     if total is None or not _goes_on(total, given):
-        total = Total(first=given, last=[], again=-1)
+        total = Total(first=given, given=given, last=given, again=-1)
         state.known[tensor] = total
     total.again += 1
-    total.last = tensor.detach().reshape(-1).tolist()
+    total.given, total.last = given, tensor.detach().reshape(-1).tolist()
     return total.again
 
 
 def _goes_on(total, given):
-    """Return whether a sum is given the last one's result, and a part of usual size added to it."""
+    """Return whether a sum is given the last one's result, and a part of usual size added to it.
+
+    The other ranks must have added something to the last one: else it may come later, in a call
+    that does several at once.
+    """
     added = [now - before for now, before in zip(given, total.last, strict=True)]
+    from_others = [after - before for after, before in zip(total.last, total.given, strict=True)]
     if min(total.last) < 0 or min(added) < 0:
         return False
-    sizes = zip(added, total.first, strict=True)
-    return any(0 < part <= LARGEST * first for part, first in sizes)
+    places = zip(added, from_others, total.first, strict=True)
+    return any(0 < part <= LARGEST * first and others > 0 for part, others, first in places)

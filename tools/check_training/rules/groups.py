@@ -46,13 +46,14 @@ def groups_of_one(ranks):
         return
     sure = train_the_same(alone) or save_to_one_file(alone)
     kind = Found if sure else Question
+    doubt = "" if sure else "is each a trial of its own? Else "
     told = alone[0].records(Started)[0].world_size
     line = alone[0].records(Joined)[0].line
     yield kind(
         f"{len(alone)} processes train, each in a group of one rank, though WORLD_SIZE is {told}"
         f" ({line}): so many models",
-        ("" if sure else "is each a trial of its own? Else ")
-        + "leave store, rank and world_size out of init_process_group(): torchrun has set them",
+        f"{doubt}leave store, rank and world_size out of init_process_group(): torchrun has set"
+        " them",
         SILENT,
     )
 

@@ -752,6 +752,13 @@ MISTAKES = {
         REDUCE,
         False,
     ),
+    "nobody waits": (
+        {REDUCE: REDUCE.replace("loss_sum)", "loss_sum, async_op=True)")},
+        "nobody_waits",
+        "question: nobody waits for all_reduce at .* which has async_op=True",
+        "async_op=True",
+        False,
+    ),
     "workers keep the epoch": (
         PERSIST,
         "workers_keep_the_epoch",
@@ -1289,6 +1296,14 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "a total that is set back": {
         SUM_0: "        loss_sum.zero_()\n",
         EPOCHS: SUM_0[4:] + EPOCHS,
+    },
+    "waited for by a list, a future and a barrier": {
+        REDUCE: "        works = [dist.all_reduce(loss_sum, async_op=True)]\n"
+        "        future = dist.all_reduce(torch.ones(3), async_op=True).get_future()\n"
+        "        dist.all_reduce(torch.ones(4), async_op=True).wait()\n"
+        "        for work in works: work.wait()\n"
+        "        dist.all_reduce(torch.ones(5), async_op=True)\n"
+        "        dist.barrier(async_op=True); dist.barrier(); future.wait()\n"
     },
     "an epoch that all workers share": PERSIST
     | {

@@ -13,7 +13,7 @@ from check_training.records.data import Listed, Pass, Progress, SubsetMade
 from check_training.records.files import Folder, Save
 from check_training.records.model import Forward, Wrapped
 from check_training.records.optimizer import Clip, Optimizer, Step, ThrownAway
-from check_training.records.process import Call, Joined, Machine, Started, Uses
+from check_training.records.process import Call, Forgotten, Joined, Machine, Started, Uses
 from check_training.runs import Rank, Run
 
 NOTHING = None
@@ -614,6 +614,9 @@ STEPS += [
     ("total_summed_again", Found, summed([3, 3])),
     ("total_summed_again", Found, summed([3, 3], ("[0, 1]#x", "[0, 1]#x"))),
     ("total_summed_again", NOTHING, summed([2, 2])),
+    ("nobody_waits", Question, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "")] * 4, [])),
+    ("nobody_waits", NOTHING, run_of(*[[Forgotten(1.0, "all_reduce", "a.py:1", "")] * 2] * 2)),
+    ("nobody_waits", NOTHING, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "barrier")] * 4, [])),
     ("total_summed_again", NOTHING, summed([3, 0])),  # rank 0 alone keeps it
     ("total_summed_again", NOTHING, summed([3, 3], ("[0]#x", "[1]#y"))),  # nothing is summed
 ]

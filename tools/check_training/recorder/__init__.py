@@ -15,6 +15,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     times.py           where the time of a step goes
     process.py         joining and leaving the group, collective calls
     totals.py          running totals that are summed in place
+    works.py           calls with async_op=True for which nobody waits
     model.py           DDP objects: how they were made, and their forward passes
     parameters.py      parameters that are trained, and belong to no model
     state_dicts.py     a module's state_dict() and load_state_dict()

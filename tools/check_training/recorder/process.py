@@ -17,7 +17,7 @@ from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, Joined, Left
-from . import machine, model, optimizer, passes, totals
+from . import machine, model, optimizer, passes, totals, works
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -122,6 +122,7 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
+    works.note_forgotten()
     error = getattr(sys, "last_value", None)  # of the process; None: it does not end by one
     said = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:200]
     note(Left, steps=optimizer.steps(), error=said)
@@ -184,6 +185,9 @@ def collective(name, args, kwargs):
     failed = result is RAISED
     span("collective", begin, now())
     stand_no_more(name, fields["line"], failed)
+    works.note_forgotten(next_call=name)
+    if first is not None and first.device.type == "cpu":
+        works.follow(result, name, fields["line"])
     if given is not None and not failed:
         fields["again"] = totals.summed(first, given)
     if number < MOST_CALLS:

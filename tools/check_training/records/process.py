@@ -92,3 +92,15 @@ class Call(Record):
     # So many sums in a row found in this tensor what the sum before had left there, and something
     # that was added to it. 0: none, or it was not looked at.
     again: int = 0
+
+
+@dataclass(slots=True)
+class Forgotten(Record):
+    """What a call with async_op=True has returned is gone, and nobody has called its wait().
+
+    Of calls with a tensor on a CPU; noted after the next call of any group.
+    """
+
+    name: str  # of the call, "all_reduce"
+    line: str
+    next_call: str  # name of the next one; "": there was none

@@ -6,7 +6,7 @@ import json
 from ..findings import Found, Question, rule
 from ..records.files import Save
 from ..records.model import Forward
-from ..records.process import Call, Joined, Started
+from ..records.process import Call, Forgotten, Joined, Started
 from ..words import differ, in_words
 from .pages import SILENT
 
@@ -232,4 +232,29 @@ def total_summed_again(run):
                 " a copy of it, or set it back to 0 after each sum",
                 SILENT,
                 once=f"again {line}",
+            )
+
+
+@rule()
+def nobody_waits(run):
+    """Calls with async_op=True, for which nobody waits: what they return is gone unasked.
+
+    It is a question: the tensor may be used much later. Looks alike, and is right: wait() by a list
+    or a future, a barrier as the next call, a call without a tensor. Tensors on GPUs are not looked
+    at: a later call may wait for an earlier one there.
+    """
+    counts = collections.Counter()
+    for rank, forgotten in run.records_by_rank(Forgotten).items():
+        for each in forgotten:
+            if "barrier" not in each.next_call:
+                counts[each.name, each.line, rank] += 1
+    for (name, line, _), count in counts.items():
+        if count > 3:
+            yield Question(
+                f"nobody waits for {name} at {line}, which has async_op=True: what it returns is"
+                " dropped",
+                "until it has ended, its tensor holds anything: keep what it returns, and call its"
+                " wait()",
+                "pitfalls/async_read_too_early.py",
+                once=f"nobody waits {line}",
             )

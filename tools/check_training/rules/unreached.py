@@ -8,7 +8,7 @@ LEAST = 20  # steps that have to be looked at
 COUNTED = 20  # graphs that are held long after their backward pass
 
 
-@rule(unless={"stale"})
+@rule(unless={"unowned"})
 def parameters_without_gradient(run):
     """Some of an optimizer's parameters need a gradient, and never have one that is not 0.
 

@@ -504,6 +504,7 @@ ALONE = [
     ("groups_of_one", Found, alone(later)),
     ("groups_of_one", Question, alone(later, path=OWN_FILES)),  # parts of the data: a sweep
     ("groups_of_one", Question, alone(from_the_first)),
+    ("groups_of_one", Question, alone(lambda rank, number: [None, None])),  # they were not read
     ("groups_of_one", NOTHING, alone(told=1)),
     ("groups_of_one", NOTHING, alone(told=None)),
     ("groups_of_one", NOTHING, alone(world_size=2)),  # the other's records are missing
@@ -611,14 +612,15 @@ def summed(again, groups=("", ""), lines=("a.py:1", "a.py:1")):
 
 
 STEPS += [
-    ("total_summed_again", Found, summed([3, 3])),
-    ("total_summed_again", Found, summed([3, 3], ("[0, 1]#x", "[0, 1]#x"))),
+    ("total_summed_again", Found, summed([4, 4])),
+    ("total_summed_again", Found, summed([4, 4], ("[0, 1]#x", "[0, 1]#x"))),
+    ("total_summed_again", Question, summed([4, 3])),
     ("total_summed_again", NOTHING, summed([2, 2])),
     ("nobody_waits", Question, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "")] * 4, [])),
     ("nobody_waits", NOTHING, run_of(*[[Forgotten(1.0, "all_reduce", "a.py:1", "")] * 2] * 2)),
     ("nobody_waits", NOTHING, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "barrier")] * 4, [])),
-    ("total_summed_again", NOTHING, summed([3, 0])),  # rank 0 alone keeps it
-    ("total_summed_again", NOTHING, summed([3, 3], ("[0]#x", "[1]#y"))),  # nothing is summed
+    ("total_summed_again", NOTHING, summed([4, 0])),  # rank 0 alone keeps it
+    ("total_summed_again", NOTHING, summed([4, 4], ("[0]#x", "[1]#y"))),  # nothing is summed
 ]
 
 

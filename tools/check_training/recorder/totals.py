@@ -50,7 +50,9 @@ def numbers_of_a_sum(args, kwargs, step):
 def _numbers_in(tensor, step):
     if not isinstance(tensor, torch.Tensor) or not 0 < tensor.numel() <= FEW:
         return None
-    if tensor.is_complex() or tensor.dtype == torch.bool or not readable(tensor, step):
+    if tensor.is_complex() or tensor.dtype == torch.bool or tensor.requires_grad:
+        return None
+    if not readable(tensor, step):
         return None
     return tensor.detach().reshape(-1).tolist()
 

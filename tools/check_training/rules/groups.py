@@ -85,10 +85,14 @@ def at_one_time(ranks):
 
 
 def train_the_same(ranks):
-    """Return whether the weights of all ranks are equal in all steps that they have noted."""
+    """Return whether the weights of all ranks are equal in all steps that they have noted.
+
+    In the steps in which they were read, that is: in two at least.
+    """
     numbers = [next(iter(rank.steps.values())) for rank in ranks]
     common = set.intersection(*map(set, numbers))
     rows = [[steps[number].weights for steps in numbers] for number in common]
+    rows = [row for row in rows if any(row[0])]
     return len(rows) > 1 and not any(differ(row) for row in rows)
 
 
@@ -96,7 +100,9 @@ def save_to_one_file(ranks):
     """Return whether all begin with the same weights, and save to one file of one machine."""
     numbers = [next(iter(rank.steps.values())) for rank in ranks]
     firsts = [steps[min(steps)].weights for steps in numbers]
-    if differ(firsts) or differ(rank.machine.key for rank in ranks):
+    if not any(firsts[0]) or differ(firsts):
+        return False
+    if differ(rank.machine.key for rank in ranks):
         return False
     paths = [{save.path for save in rank.records(Save)} - {None} for rank in ranks]
     return bool(set.intersection(*paths))
@@ -212,20 +218,23 @@ def call_in_words(run, rank, call):
 def total_summed_again(run):
     """A running total is all-reduced in place again and again, and never set back to 0.
 
-    Each sum is given the one before, and what was added to it. Looks alike, and is right: a total
+    Each sum is given the one before, and what was added to it: four times in a row, else it is
+    asked. (Figures that grow fast may come near to that.) Looks alike, and is right: a total
     that is set back, or divided by the number of ranks; a sum of a copy; a tensor to which nothing
     is added, as for a barrier; the largest of all (MAX); a total that one rank alone keeps.
     """
-    ranks_of = collections.defaultdict(set)
+    rows = collections.defaultdict(dict)  # {(line, group): {rank: the longest row}}
     for rank, calls in run.records_by_rank(Call).items():
         for call in calls:
             if call.again > 2:
-                ranks_of[call.line, call.group].add(rank)
-    for (line, group), ranks in ranks_of.items():
+                row = rows[call.line, call.group]
+                row[rank] = max(call.again, row.get(rank, 0))
+    for (line, group), longest in rows.items():
         members = json.loads(group.partition("#")[0]) if group else [*run.ranks]
-        if len(members) > 1 and ranks == {*members} & {*run.ranks}:
+        if len(members) > 1 and longest.keys() == {*members} & {*run.ranks}:
             count = len(members)
-            yield Found(
+            kind = Found if min(longest.values()) > 3 else Question
+            yield kind(
                 f"all_reduce at {line} sums a running total in place, again and again: each sum is"
                 " given the one before, and what was added to it",
                 f"what came first counts {count} times, then {count * count} times, and so on: sum"

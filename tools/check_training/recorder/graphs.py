@@ -10,9 +10,7 @@ from .counters import counters
 from .fingerprints import looked_at
 from .state import kept
 
-MARK = (
-    "check_training"  # in a node's metadata, which belongs to whoever wants to leave a note there
-)
+MARK = "check_training"  # in a node's metadata, where anybody may leave a note
 DEEP = 3  # nodes from the loss towards the parameters: an output of the model may be kept, too
 MOST = 300  # backward passes whose graphs are marked, where looked_at() chooses them
 AGE = 100  # backward passes after which a graph should be gone

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..records.process import Forgotten
 from .hooks import before
 from .notebook import note
+from .script_lines import TORCH, innermost_files, kind_of
 from .state import kept
 
 # Whoever calls one of these may know from it when the call has ended.
@@ -29,7 +30,7 @@ MOST = 100  # that are noted
 
 
 @dataclass(slots=True)
-class Call:
+class AsyncCall:
     """A call with async_op=True."""
 
     name: str
@@ -41,7 +42,9 @@ class Works:
     """The Work objects that nobody has asked."""
 
     followed: dict[int, weakref.ref] = field(default_factory=dict)  # {id of each: it}
-    forgotten: list[Call] = field(default_factory=list)  # of those that are gone, not noted yet
+    forgotten: list[AsyncCall] = field(
+        default_factory=list
+    )  # of those that are gone, not noted yet
     noted: int = 0
 
 
@@ -49,10 +52,15 @@ state = kept(Works())
 
 
 def follow(work, name, line):
-    """Follow what a call has returned, if it is a Work of torch."""
+    """Follow what a call of the script has returned, if it is a Work.
+
+    torch's own calls may hand it on to C++, which waits (Join, for one).
+    """
     if type(work) is not c10d.Work or state.noted >= MOST:
         return
-    key, call = id(work), Call(name, line)
+    if kind_of(innermost_files(1)[0]) == TORCH:
+        return
+    key, call = id(work), AsyncCall(name, line)
 
     def gone(_):
         if state.followed.pop(key, None) is not None:

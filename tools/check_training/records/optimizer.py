@@ -54,7 +54,7 @@ class Step(Record):
     batches: int  # taken from the training loader since the step before
     small_sums: int  # collective calls with at most 16 numbers, since the step before
     lost_hooks: list[str]  # names of parameters that DDP does not follow any more
-    # Places of the parameters that need a gradient, and have none, or one of zeros: the first 200.
+    # Places of the parameters that need a gradient, and have none, or one of zeros.
     bare: list[int] = field(default_factory=list)
     # Of the graphs of the first backward passes, those that are still held after 100 more passes.
     graphs_held: int = 0

@@ -539,6 +539,17 @@ def _clipped(rank, norm, most, in_step, again, key, count, fields):
     return [*taken, *calls_of_clip]
 
 
+def without_some(kind, rank):
+    """Return the Run of clipped(), of which one rank lacks each second record of a class."""
+    run = clipped(count=24, in_step=range(1, 24))
+    ranks = []
+    for number, each in run.ranks.items():
+        left_out = each.records(kind)[1::2] if number == rank else []
+        records = [record for record in each.all_records() if record not in left_out]
+        ranks.append(records[1:])
+    return run_of(*ranks)
+
+
 def bare(places, count=30, rates=(0.1,), shapes=None, **fields):
     """Return the Run of two ranks. places: of parameters without a gradient, by rank."""
     ranks = [
@@ -572,6 +583,8 @@ STEPS += [
     ("clips_before_the_exchange", NOTHING, clipped(most=None)),
     ("clips_before_the_exchange", NOTHING, clipped(in_step=range(1, 8))),  # too few to tell
     ("clips_before_the_exchange", NOTHING, clipped(key="o2")),  # another optimizer's
+    ("clips_before_the_exchange", NOTHING, without_some(Step, rank=0)),  # each second step
+    ("clips_before_the_exchange", NOTHING, without_some(Clip, rank=1)),  # other calls by rank
     ("clips_before_the_exchange", NOTHING, clipped(key=None)),
     ("clips_before_the_exchange", NOTHING, clipped(each=own_gradients)),  # experts
     ("clips_before_the_exchange", NOTHING, clipped(more=[Uses(0.0, "shards")])),
@@ -651,6 +664,7 @@ SETS += [
         Found,
         epochs([0, 1], [0, 0], lambda number: [1, 2, 3], is_stream=True),
     ),
+    ("workers_keep_the_epoch", Question, epochs([0, 1], [0, 0], lambda number: [1, 2, 3])),
     (  # a constant batch shows nothing
         "workers_keep_the_epoch",
         Question,

@@ -519,34 +519,34 @@ ALONE = [
 
 
 def clipped(
-    norms=(1.0, 2.0), most=0.5, in_step=range(1, 12), again=1, key="o1", count=12, **fields
+    norms=(1.0, 2.0), most=0.5, in_step=range(1, 12), again=1, key="o1", firsts=(0, 0), **fields
 ):
-    """Return the Run of two ranks that clip by these norms before some steps, so many times."""
-    return run_of(
-        *[_clipped(*each, most, in_step, again, key, count, fields) for each in enumerate(norms)]
-    )
+    """Return the Run of two ranks that clip by these norms before some steps, so many times.
+
+    firsts: the number of each rank's first call.
+    """
+    ranks = []
+    for rank, (norm, first) in enumerate(zip(norms, firsts, strict=True)):
+        taken = steps(rank, **{"count": 12, **fields})
+        for record in taken:
+            if isinstance(record, Step):
+                record.time = 1.0 + record.number
+        before = [number + 0.5 for number in in_step for _ in range(again)]
+        taken += [
+            Clip(time, first + place, "a.py:8", 2, True, False, norm, most, key)
+            for place, time in enumerate(before)
+        ]
+        ranks.append(taken)
+    return run_of(*ranks)
 
 
-def _clipped(rank, norm, most, in_step, again, key, count, fields):
-    taken = steps(rank, count=count, **fields)
-    for record in taken:
-        if isinstance(record, Step):
-            record.time = 1.0 + record.number
-    calls_of_clip = [
-        Clip(number + 0.5, place, "a.py:8", 2, True, False, norm, most, key)
-        for place, number in enumerate(number for number in in_step for _ in range(again))
-    ]
-    return [*taken, *calls_of_clip]
-
-
-def without_some(kind, rank):
-    """Return the Run of clipped(), of which one rank lacks each second record of a class."""
+def each_second_step():
+    """Return the Run of clipped(), of which each second step is noted."""
     run = clipped(count=24, in_step=range(1, 24))
     ranks = []
-    for number, each in run.ranks.items():
-        left_out = each.records(kind)[1::2] if number == rank else []
-        records = [record for record in each.all_records() if record not in left_out]
-        ranks.append(records[1:])
+    for rank in run.ranks.values():
+        left_out = rank.records(Step)[1::2]
+        ranks.append([each for each in rank.all_records()[1:] if each not in left_out])
     return run_of(*ranks)
 
 
@@ -583,8 +583,8 @@ STEPS += [
     ("clips_before_the_exchange", NOTHING, clipped(most=None)),
     ("clips_before_the_exchange", NOTHING, clipped(in_step=range(1, 8))),  # too few to tell
     ("clips_before_the_exchange", NOTHING, clipped(key="o2")),  # another optimizer's
-    ("clips_before_the_exchange", NOTHING, without_some(Step, rank=0)),  # each second step
-    ("clips_before_the_exchange", NOTHING, without_some(Clip, rank=1)),  # other calls by rank
+    ("clips_before_the_exchange", NOTHING, each_second_step()),  # calls of several steps
+    ("clips_before_the_exchange", NOTHING, clipped(firsts=(0, 1))),  # other calls by rank
     ("clips_before_the_exchange", NOTHING, clipped(key=None)),
     ("clips_before_the_exchange", NOTHING, clipped(each=own_gradients)),  # experts
     ("clips_before_the_exchange", NOTHING, clipped(more=[Uses(0.0, "shards")])),

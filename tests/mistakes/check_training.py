@@ -17,6 +17,7 @@ MOVE, LOSS, ZERO, BACK = map(line, ("x, y = ", "loss = ", "optimizer.zero", "los
 STEP, REDUCE, RANK_0, SAVE = map(
     line, ("optimizer.step", "dist.all_red", "if dist.get", "torch.save")
 )
+SUM_0 = line("loss_sum = ")
 GROUP = line("dist.init_process_group")
 GELU, SEED = "nn.GELU(),", "    torch.manual_seed(dist.get_rank())\n"
 BOOK = """    class Book(nn.Module):  # a buffer of its own, which moves in each forward
@@ -150,6 +151,27 @@ NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the proc
 
 
 """
+TURNING = """class Turning(TensorDataset):  # items could depend on the epoch
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+"""
+PERSIST = {
+    MAIN: TURNING + MAIN,
+    "TensorDataset(inputs, inputs": "Turning(inputs, inputs",
+    END: "sampler=sampler, num_workers=1, persistent_workers=True)\n",
+    **after(SET_EPOCH, "dataset.set_epoch(epoch)"),
+}
+CUT = """    class Cut(nn.Module):
+        def forward(self, x): return x.detach()
+
+"""
+SORTED = {
+    DATA: "    kinds = torch.arange(1024) // 128\n" + DATA.replace("=True)", "=True), kinds"),
+    SAMPLER: SAMPLER.replace("dataset)", "dataset, shuffle=False)"),
+    LOOP: LOOP.replace("x, y", "x, y, _"),
+}
 NOISE = {MAIN: NOISY + MAIN, "TensorDataset(inputs, inputs": "Noisy(inputs, inputs"}
 
 # Each rank plays a machine: its host has a name of its own.
@@ -190,6 +212,22 @@ def evaluate_share(*then, loader=BY_RANK):
         "model.train()",
         *then,
     )
+
+
+def clip_half(clip="", at_end=""):
+    """The gradients of half a batch are added up before the others, without an exchange."""
+    return {
+        ZERO: "",
+        LOSS: "            half = len(x) // 2\n"
+        "            optimizer.zero_grad()\n"
+        "            with model.no_sync(): first = model(x[:half])\n"
+        "            nn.functional.mse_loss(first, y[:half]).backward()\n"
+        f"            {clip}\n" + LOSS.replace("model(x), y", "model(x[half:]), y[half:]"),
+        STEP: f"            {at_end}\n{STEP}",
+    }
+
+
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 
 
 # {mistake: (changes, the rule, what is said, the text of the line that is named, plain pytest?)}
@@ -722,6 +760,69 @@ MISTAKES = {
         False,
     ),
     "no group": ({}, "no_group", "found: 2 processes train, and none calls", None, False),
+    "groups of one": (
+        {"group(backend)": "group(backend, store=dist.HashStore(), rank=0, world_size=1)"},
+        "groups_of_one",
+        "found: 2 processes train, each in a group of one rank, though WORLD_SIZE is 2",
+        "dist.init_process_group(",
+        False,
+    ),
+    "clipped before the exchange": (
+        clip_half(CLIP),
+        "clips_before_the_exchange",
+        "question: each rank clips by a norm of its own .* exchanged after that",
+        CLIP,
+        False,
+    ),
+    "a detach": (
+        {
+            DATA: CUT + DATA,
+            GELU: "nn.GELU(), Cut(),",
+            "DDP(model)": "DDP(model, find_unused_parameters=True)",
+        },
+        "parameters_without_gradient",
+        r"question: 2 of 4 parameters \(0.weight, 0.bias\) of the optimizer of .* no gradient",
+        "optimizer = ",
+        False,
+    ),
+    "kept losses": (
+        {
+            EPOCHS: "    kept = []\n" + EPOCHS.replace("5", "10"),
+            **after(LOSS, "kept.append(loss)"),
+        },
+        "graphs_are_held",
+        r"question: before step \d+, autograd still holds the graphs of \d+ backward passes",
+        BACK,
+        False,
+    ),
+    "a running total": (
+        {SUM_0: "", EPOCHS: SUM_0[4:] + EPOCHS},
+        "total_summed_again",
+        "found: all_reduce at .* sums a running total in place, again and again",
+        REDUCE,
+        False,
+    ),
+    "nobody waits": (
+        {REDUCE: REDUCE.replace("loss_sum)", "loss_sum, async_op=True)")},
+        "nobody_waits",
+        "question: nobody waits for all_reduce at .* which has async_op=True",
+        "async_op=True",
+        False,
+    ),
+    "workers keep the epoch": (
+        PERSIST,
+        "workers_keep_the_epoch",
+        "question: the dataset's epoch is 4 .* workers still have 0: with persistent_workers",
+        LOOP,
+        False,
+    ),
+    "sorted by label": (
+        SORTED,
+        "batches_of_one_label",
+        "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
+        "in loader:",
+        False,
+    ),
     "wrapper on rank 0": (
         {
             GELU: NORM,
@@ -1288,6 +1389,39 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         **before(REDUCE, "put(f'part_{dist.get_rank()}.pt')"),
         SAVE: "            put('model.pt')\n",
     },
+    "accumulated, and clipped once": clip_half(at_end=CLIP),
+    "a norm that is printed for half a batch": clip_half(CLIP.replace("0.1", "float('inf')")),
+    "a frozen layer, which the optimizer has": {
+        WRAP: "    model[0].requires_grad_(False)\n" + WRAP,
+        STEP: "            trained = filter(lambda each: each.requires_grad, model.parameters())\n"
+        f"            nn.utils.clip_grad_norm_(trained, 0.1)\n{STEP}",
+    },
+    "losses added up for an epoch, and numbers for all": {
+        EPOCHS: "    kept = []\n" + EPOCHS.replace("5", "10"),
+        **after(SET_EPOCH, "total = 0"),
+        **after(LOSS, "total = total + loss; kept.append(loss.detach())"),
+    },
+    "a total that is set back": {
+        SUM_0: "        loss_sum.zero_()\n",
+        EPOCHS: SUM_0[4:] + EPOCHS,
+    },
+    "waited for by a list, a future and a barrier": {
+        REDUCE: "        works = [dist.all_reduce(loss_sum, async_op=True)]\n"
+        "        future = dist.all_reduce(torch.ones(3), async_op=True).get_future()\n"
+        "        dist.all_reduce(torch.ones(4), async_op=True).wait()\n"
+        "        for work in works: work.wait()\n"
+        "        dist.all_reduce(torch.ones(5), async_op=True)\n"
+        "        dist.barrier(async_op=True); dist.barrier(); future.wait()\n"
+    },
+    "an epoch that all workers share": PERSIST
+    | {
+        MAIN: TURNING.replace("self.epoch = epoch", "self.epoch.fill_(epoch)").replace(
+            "\n    def", "\n    epoch = torch.tensor(0).share_memory_()\n\n    def"
+        )
+        + MAIN
+    },
+    "in order, and labels are mixed": SORTED
+    | {DATA: SORTED[DATA].replace("arange(1024) //", "arange(1024) * 37 % 1024 //")},
     "no optimizer": {
         OPT: "",
         ZERO: "            model.zero_grad()\n",

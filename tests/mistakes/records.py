@@ -13,7 +13,15 @@ from check_training.records.data import Listed, Pass, Progress, SubsetMade
 from check_training.records.files import Folder, Save
 from check_training.records.model import Forward, Wrapped
 from check_training.records.optimizer import Clip, Optimizer, Step, ThrownAway
-from check_training.records.process import Call, GroupMade, Joined, Machine, Uses
+from check_training.records.process import (
+    Call,
+    Forgotten,
+    GroupMade,
+    Joined,
+    Machine,
+    Started,
+    Uses,
+)
 from check_training.runs import Rank, Run
 
 NOTHING = None
@@ -257,6 +265,8 @@ def steps(rank, count=8, more=(), optimizer="o1", each=lambda number: {}, **fiel
         "batches": 1,
         "small_sums": 0,
         "lost_hooks": [],
+        "bare": [],
+        "graphs_held": 0,
         **fields,
     }
     made = Optimizer(
@@ -478,4 +488,223 @@ NODES = [
     ("machines_may_save_one_file", NOTHING, saved([LOCAL, LOCAL])),
     ("machines_may_save_one_file", NOTHING, saved([None, None], phases=(0, 1))),
 ]
-CASES = SETS + STEPS + GROUPS + NODES
+
+
+# ---- Processes that are alone ----
+
+
+def alone(weights=lambda rank, number: FULL, path="/data/model.pt", begins=(0.0, 0.0), **fields):
+    """Return a list of two Ranks, each alone in its group. weights: of a rank before a step."""
+    fields = {"world_size": 1, "told": 2, "more": [], "attempts": (0, 0), "clock": "a", **fields}
+    ranks = []
+    for rank, begin in enumerate(begins):
+        name = path.format(rank=rank)
+        taken = steps(rank, each=lambda number, rank=rank: {"weights": weights(rank, number)})
+        for record in taken:
+            record.time += begin
+        saved_to = record_of(Save, time=begin + 2, path=name)
+        machine = Machine(key="a", clock="a", node=None, address="")
+        joined = Joined(
+            begin, 0, fields["world_size"], 1, "host", fields["attempts"][rank], 2, [], machine
+        )
+        started = Started(begin, fields["told"])
+        ranks.append(Rank([started, joined, *fields["more"], *taken, saved_to]))
+    return ranks
+
+
+def later(rank, number):
+    """Return weights that come apart after the first step."""
+    return [Print(rank if number else 1, 0.5), Print(2, 0.5)]
+
+
+def from_the_first(rank, number):
+    """Return weights that are the rank's own."""
+    return [Print(rank, 0.5), Print(2, 0.5)]
+
+
+OWN_FILES = "/data/model_{rank}.pt"
+ALONE = [
+    ("groups_of_one", Found, alone()),
+    ("groups_of_one", Found, alone(path=OWN_FILES)),  # all the same, twice
+    ("groups_of_one", Found, alone(later)),
+    ("groups_of_one", Question, alone(later, path=OWN_FILES)),  # parts of the data: a sweep
+    ("groups_of_one", Question, alone(from_the_first)),
+    ("groups_of_one", Question, alone(lambda rank, number: [None, None])),  # they were not read
+    ("groups_of_one", NOTHING, alone(told=1)),
+    ("groups_of_one", NOTHING, alone(told=None)),
+    ("groups_of_one", NOTHING, alone(world_size=2)),  # the other's records are missing
+    ("groups_of_one", NOTHING, alone(begins=(0.0, 9.0))),  # one after another
+    ("groups_of_one", NOTHING, alone(attempts=(0, 1))),
+    ("groups_of_one", NOTHING, alone(more=[Uses(0.0, "to_one")])),  # they meet by RPC
+    ("groups_of_one", NOTHING, alone()[:1]),
+]
+
+
+# ---- Clipping before the exchange, gradients that never come, graphs that are held ----
+
+
+def clipped(
+    norms=(1.0, 2.0), most=0.5, in_step=range(1, 12), again=1, key="o1", firsts=(0, 0), **fields
+):
+    """Return the Run of two ranks that clip by these norms before some steps, so many times.
+
+    firsts: the number of each rank's first call.
+    """
+    ranks = []
+    for rank, (norm, first) in enumerate(zip(norms, firsts, strict=True)):
+        taken = steps(rank, **{"count": 12, **fields})
+        for record in taken:
+            if isinstance(record, Step):
+                record.time = 1.0 + record.number
+        before = [number + 0.5 for number in in_step for _ in range(again)]
+        taken += [
+            Clip(time, first + place, "a.py:8", 2, True, False, norm, most, key)
+            for place, time in enumerate(before)
+        ]
+        ranks.append(taken)
+    return run_of(*ranks)
+
+
+def each_second_step():
+    """Return the Run of clipped(), of which each second step is noted."""
+    run = clipped(count=24, in_step=range(1, 24))
+    ranks = []
+    for rank in run.ranks.values():
+        left_out = rank.records(Step)[1::2]
+        ranks.append([each for each in rank.all_records()[1:] if each not in left_out])
+    return run_of(*ranks)
+
+
+def bare(places, count=30, rates=(0.1,), shapes=None, **fields):
+    """Return the Run of two ranks. places: of parameters without a gradient, by rank."""
+    ranks = [
+        steps(rank, count=count, rates=[*rates], bare=[*mine], **fields)
+        for rank, mine in enumerate(places)
+    ]
+    for rank, records in enumerate(ranks if shapes else []):
+        for record in records:
+            if isinstance(record, Optimizer):
+                record.shapes = shapes[rank]
+    return run_of(*ranks)
+
+
+def held(graphs):
+    """Return the Run of two ranks that hold so many graphs in each step. graphs: of each step."""
+    return both(steps, count=len(graphs), each=lambda number: {"graphs_held": graphs[number]})
+
+
+def own_gradients(number):
+    """Return a Step's gradients that no other rank has."""
+    own_gradients.calls += 1
+    return {"gradients": [Print(own_gradients.calls, 0.5), Print(2, 0.5)]}
+
+
+own_gradients.calls = 0
+STEPS += [
+    ("clips_before_the_exchange", Question, clipped()),
+    ("clips_before_the_exchange", Question, clipped(again=2)),
+    ("clips_before_the_exchange", NOTHING, clipped(norms=(2.0, 2.0001))),  # after the exchange
+    ("clips_before_the_exchange", NOTHING, clipped(most=3.0)),  # nothing is cut
+    ("clips_before_the_exchange", NOTHING, clipped(most=None)),
+    ("clips_before_the_exchange", NOTHING, clipped(in_step=range(1, 8))),  # too few to tell
+    ("clips_before_the_exchange", NOTHING, clipped(key="o2")),  # another optimizer's
+    ("clips_before_the_exchange", NOTHING, each_second_step()),  # calls of several steps
+    ("clips_before_the_exchange", NOTHING, clipped(firsts=(0, 1))),  # other calls by rank
+    ("clips_before_the_exchange", NOTHING, clipped(key=None)),
+    ("clips_before_the_exchange", NOTHING, clipped(each=own_gradients)),  # experts
+    ("clips_before_the_exchange", NOTHING, clipped(more=[Uses(0.0, "shards")])),
+    ("clips_before_the_exchange", NOTHING, clipped(more=[Uses(0.0, "to_one")])),
+    ("clips_before_the_exchange", NOTHING, clipped(more=[Uses(0.0, "groups")])),
+    ("clips_before_the_exchange", NOTHING, clipped(more=[Uses(0.0, "join")])),
+    ("parameters_without_gradient", Question, bare([[1], [1]])),
+    ("parameters_without_gradient", Question, bare([[0, 1], [1]])),
+    ("parameters_without_gradient", NOTHING, bare([[], []])),
+    ("parameters_without_gradient", NOTHING, bare([[0], [1]])),  # one rank reaches each
+    ("parameters_without_gradient", NOTHING, bare([[0, 1], [0, 1]])),  # said by another rule
+    ("parameters_without_gradient", NOTHING, bare([[1], [1]], count=20)),  # too few to tell
+    ("parameters_without_gradient", NOTHING, bare([[1], [1]], rates=(0.0,))),  # a warm-up
+    ("parameters_without_gradient", NOTHING, bare([[1], [1]], backwards=0)),
+    ("parameters_without_gradient", NOTHING, bare([[1], [1]], cleared_after=1)),
+    ("parameters_without_gradient", NOTHING, bare([[1], [1]], more=[Uses(0.0, "shards")])),
+    (  # an expert whose turn comes in step 25
+        "parameters_without_gradient",
+        NOTHING,
+        both(steps, count=30, each=lambda number: {"bare": [1] if number < 25 else []}),
+    ),
+    # Each rank has a part of the model: the numbers of parameters mean other ones.
+    ("parameters_without_gradient", Question, bare([[1], []], shapes=[[[2], [2]], [[3], [3]]])),
+    ("graphs_are_held", Question, held([0] * 9 + [30] * 3)),
+    ("graphs_are_held", NOTHING, held([0] * 9 + [30] * 2)),  # it was set back then
+    ("graphs_are_held", NOTHING, held([0] * 9 + [3] * 9)),
+]
+
+
+def summed(again, groups=("", ""), lines=("a.py:1", "a.py:1")):
+    """Return the Run of two ranks that sum a total. again: of each rank, as Call.again."""
+    return run_of(
+        *[
+            [Call(1.0, "all_reduce", line, 0, group, False, "float32", 1, again=count)]
+            for count, group, line in zip(again, groups, lines, strict=True)
+        ]
+    )
+
+
+STEPS += [
+    ("total_summed_again", Found, summed([4, 4])),
+    ("total_summed_again", Found, summed([4, 4], ("[0, 1]#x", "[0, 1]#x"))),
+    ("total_summed_again", Question, summed([4, 3])),
+    ("total_summed_again", NOTHING, summed([2, 2])),
+    ("nobody_waits", Question, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "")] * 4, [])),
+    ("nobody_waits", NOTHING, run_of(*[[Forgotten(1.0, "all_reduce", "a.py:1", "")] * 2] * 2)),
+    ("nobody_waits", NOTHING, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "barrier")] * 4, [])),
+    ("total_summed_again", NOTHING, summed([4, 0])),  # rank 0 alone keeps it
+    ("total_summed_again", NOTHING, summed([4, 4], ("[0]#x", "[1]#y"))),  # nothing is summed
+]
+
+
+# ---- What workers keep, and labels in their order ----
+
+
+def epochs(of_dataset, of_workers, bits=lambda number: [number, number + 1, number + 2], **start):
+    """Return the Run of two ranks with several passes. of_dataset, of_workers: in each pass."""
+    records = []
+    for number, (mine, theirs) in enumerate(zip(of_dataset, of_workers, strict=True)):
+        begun = {"number": number, "dataset_epoch": mine, "workers_epoch": theirs, **start}
+        records += a_pass(0, begun, {"pass_number": number}, bits(number), ddp=False)
+    return run_of(records, records)
+
+
+def labelled(labels, sampler="SequentialSampler", **progress):
+    """Return a_pass() of two ranks in order, of batches with these labels."""
+    came = {"labels": labels, "rising": True, **progress}
+    return both(a_pass, start={"sampler": sampler}, progress=came)
+
+
+SORTED = [1, 1, 2, None, 2, 3, 3, 3]
+SETS += [
+    ("workers_keep_the_epoch", Question, epochs([0, 1, 2], [0, 0, 0])),
+    ("workers_keep_the_epoch", Question, epochs([0, 1, 2], [0, 0, 0], is_stream=True)),
+    (
+        "workers_keep_the_epoch",
+        Found,
+        epochs([0, 1], [0, 0], lambda number: [1, 2, 3], is_stream=True),
+    ),
+    ("workers_keep_the_epoch", Question, epochs([0, 1], [0, 0], lambda number: [1, 2, 3])),
+    (  # a constant batch shows nothing
+        "workers_keep_the_epoch",
+        Question,
+        epochs([0, 1], [0, 0], lambda number: [1, 1, 1], is_stream=True),
+    ),
+    ("workers_keep_the_epoch", NOTHING, epochs([0, 1, 2], [0, 1, 2])),  # new workers each time
+    ("workers_keep_the_epoch", NOTHING, epochs([0, 1, 2], [None] * 3)),  # no workers
+    ("workers_keep_the_epoch", NOTHING, epochs([None] * 3, [None] * 3)),
+    ("batches_of_one_label", Question, labelled(SORTED)),
+    ("batches_of_one_label", NOTHING, labelled(SORTED[:7])),  # too few to tell
+    ("batches_of_one_label", NOTHING, labelled([])),  # texts
+    ("batches_of_one_label", NOTHING, labelled([1] * 8)),  # all lengths are the same
+    ("batches_of_one_label", NOTHING, labelled([1, 2, *[None] * 6])),  # shuffled when stored
+    ("batches_of_one_label", NOTHING, labelled(SORTED, sampler="ByLength")),
+    ("batches_of_one_label", NOTHING, labelled(SORTED, rising=False)),
+    ("batches_of_one_label", NOTHING, labelled(SORTED, first_items=2)),
+]
+CASES = SETS + STEPS + GROUPS + NODES + ALONE

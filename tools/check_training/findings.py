@@ -55,8 +55,8 @@ def rule(subject="", unless=(), asks_if=(), of_strangers=False):
     unless: it is not asked if one of these subjects is wrong: it would see consequences alone. Its
         own subject may be one: then the rules of this subject before it hide it.
     asks_if: what it finds becomes a question if one of these subjects is wrong.
-    of_strangers: it takes a list of ranks that have joined no group. It is asked where no group
-        came together.
+    of_strangers: it takes a list of ranks: those that have joined no group, and those that are
+        alone in theirs. It is asked where no group of several ranks came together.
     """
 
     def register(function):
@@ -114,8 +114,9 @@ def judge_all(records, rules=None):
     records: Records, as reading.read() returns them.
     """
     rules = RULES if rules is None else rules
-    if not records.runs:
-        return judge(records.strangers, [each for each in rules if each.of_strangers])
+    if not any(len(run.ranks) > 1 for run in records.runs):
+        alone = [rank for run in records.runs for rank in run.ranks.values()]
+        return judge(records.strangers + alone, [each for each in rules if each.of_strangers])
     whole = Judgement()
     for run in records.runs:
         judgement = Judgement()

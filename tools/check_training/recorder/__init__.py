@@ -14,12 +14,15 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     counters.py        what the process has done so far, where several subjects ask for that
     times.py           where the time of a step goes
     process.py         joining and leaving the group, collective calls
+    totals.py          running totals that are summed in place
+    works.py           calls with async_op=True for which nobody waits
     model.py           DDP objects: how they were made, and their forward passes
     parameters.py      parameters that are trained, and belong to no model
     state_dicts.py     a module's state_dict() and load_state_dict()
     shards.py          parameters that FSDP2 has gathered
     optimizer.py       optimizers and their steps
     gradients.py       backward(), zero_grad(), clipping
+    graphs.py          which graphs of autograd are held long
     schedules.py       schedules of the learning rate, averaged models
     datasets.py        datasets, subsets, set_epoch()
     passes.py          passes over loaders

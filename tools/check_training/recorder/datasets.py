@@ -19,6 +19,7 @@ from .script_lines import where
 
 DEPTH = 8  # of datasets in datasets
 COLUMNS = 8  # of a table that are read
+EPOCHS = "epoch", "_epoch", "current_epoch"  # names of an attribute
 STRETCHES, STRETCH = 16, 256  # how many stretches of memory are read, and the bytes of each
 
 
@@ -135,6 +136,23 @@ def _checked(value):
 
 def _checksum(entries):
     return zlib.crc32(str(entries).encode())
+
+
+def epoch_in(dataset):
+    """Return the number that a dataset, or one in it, holds as its epoch; None: it holds none.
+
+    A property does not count: it may read memory that workers share.
+    """
+    for _ in range(DEPTH):
+        own = getattr(dataset, "__dict__", {})
+        for name in EPOCHS:
+            if type(own.get(name)) is int:
+                return own[name]
+        inner = own.get("dataset")
+        if inner is None or inner is dataset:
+            break
+        dataset = inner
+    return None
 
 
 @after(torch_dataset.Subset, "__init__")

@@ -1,11 +1,13 @@
 """From backward() to a step: notes Clip and ThrownAway, and sees gradients that nobody clears."""
 
+import collections.abc
+
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import Clip, ThrownAway
-from . import model, optimizer, times
+from . import graphs, model, optimizer, times
 from .counters import counters
 from .fingerprints import looked_at, readable, tensors_in
 from .hooks import RAISED, after, around
@@ -31,6 +33,7 @@ def backward(args, kwargs):
             known.stale = known.smallest_gradient() == known.smallest_bits
     ready, handle = [], None
     root = next(tensors_in(args[:1] or [kwargs.get("tensors")]), None)
+    graphs.mark(root)
     if root is not None and root.requires_grad and model.state.exchanges and times.state.timed:
         handle = root.register_hook(_reports_the_end(ready))
     counters.backwards += 1
@@ -100,7 +103,7 @@ def clipped(result, args, kwargs):
     given = args[0] if args else kwargs["parameters"]
     norm_is_read = torch.is_tensor(result) and readable(result, number)
     norm = float(result) if norm_is_read else None
-    if hasattr(given, "gi_frame"):  # a generator, which has been read by now
+    if isinstance(given, collections.abc.Iterator):  # a generator or a filter: it is read by now
         owners = list(optimizer.state.known)
         parameters = 0 if norm == 0 else 1
     else:
@@ -108,6 +111,7 @@ def clipped(result, args, kwargs):
         ids = {id(each) for each in tensors_in(listed)}
         owners = [each for each in optimizer.state.known if ids & _ids_of(each)]
         parameters = len(ids)
+    most = args[1] if len(args) > 1 else kwargs.get("max_norm")
     note(
         Clip,
         number=number,
@@ -116,6 +120,8 @@ def clipped(result, args, kwargs):
         in_an_optimizer=bool(owners),
         scaled=_scaled(owners),
         norm=norm,
+        most=most if norm is not None and isinstance(most, (int, float)) else None,
+        optimizer=optimizer.state.known[owners[0]].key if len(owners) == 1 else None,
     )
 
 

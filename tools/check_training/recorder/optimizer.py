@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
-from . import model, shards
+from . import graphs, model, shards
 from . import parameters as model_parameters
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, prints, readable
@@ -256,13 +256,14 @@ def _name_of(parameter):
 def note_step(optimizer, known, parameters, batches):
     """Note a step that is about to be taken."""
     scalers = list(state.scalers) if known.step < FIRST else []
+    gradients = prints([each.grad for each in parameters], known.step)
     note(
         Step,
         optimizer=known.key,
         number=known.step,
         line=where(),
         weights=prints(parameters, known.step),
-        gradients=prints([each.grad for each in parameters], known.step),
+        gradients=gradients,
         without_gradient=sum(each.grad is None for each in parameters),
         outside=_outside(),
         rates=rates_of(optimizer),
@@ -278,7 +279,22 @@ def note_step(optimizer, known, parameters, batches):
         batches=batches,
         small_sums=counters.small_sums - known.small_sums,
         lost_hooks=_lost_hooks(parameters),
+        bare=_bare(parameters, gradients),
+        graphs_held=graphs.held(),
     )
+
+
+def _bare(parameters, gradients):
+    """Return Step.bare. gradients: the Print of each, or None."""
+    places = []
+    for place, (parameter, seen) in enumerate(zip(parameters, gradients, strict=True)):
+        if not parameter.requires_grad or not parameter.numel():
+            continue
+        gradient = parameter.grad
+        is_zero = seen is not None and seen.norm == 0 and not bool(gradient.any())
+        if gradient is None or is_zero:
+            places.append(place)
+    return places
 
 
 def _outside():

@@ -15,7 +15,7 @@ from torch.utils.data import dataloader
 from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
 from . import generators, model, optimizer, schedules
 from .counters import counters
-from .datasets import data_in, size_of
+from .datasets import data_in, epoch_in, size_of
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, after, around, safely
 from .notebook import count, note, now, site, stand
@@ -56,6 +56,8 @@ class KnownPass:
     backwards: int = 0  # when another loader gave a batch
     no_grad_forwards: int = 0
     over: bool = False
+    workers_epoch: int | None = None  # as in Pass
+    labels: list[int | None] = field(default_factory=list)
 
     @property
     def complete(self):
@@ -153,6 +155,7 @@ def begin_pass(result, args, kwargs):
             backwards_before=counters.backwards,
             no_grad_forwards_before=counters.no_grad_forwards,
             modes_before=model.modes(optimizer.steps()),
+            workers_epoch=_workers_epoch(loader, known),
         )
         state.of_iterators[iterator] = state.recent[key] = known
         _note_pass(iterator, loader, key, known)
@@ -187,7 +190,16 @@ def _note_pass(iterator, loader, key, known):
         workers_seed=_workers_seed(iterator, loader),
         contents=contents,
         listed=listed,
+        dataset_epoch=epoch_in(loader.dataset),
+        workers_epoch=known.workers_epoch,
     )
+
+
+def _workers_epoch(loader, before):
+    """Return Pass.workers_epoch. before: the KnownPass of the same workers; None: they begin."""
+    if not loader.num_workers:
+        return None
+    return epoch_in(loader.dataset) if before is None else before.workers_epoch
 
 
 def _workers_seed(iterator, loader):
@@ -264,12 +276,29 @@ def _take(known, batch):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
             known.batch_bits.append(bits(first))
+            _look_at_labels(known, batch, first)
         if known.pass_of_loader < 2 and place < 300:
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
     if known.complete and known.modes_after is None:
         known.modes_after = model.modes(optimizer.steps())
     if place > 2 and (known.batches & place) == 0 and not known.over:  # a power of two
         _note_progress(known)
+
+
+def _look_at_labels(known, batch, first):
+    """Add to Progress.labels, if the batch has labels. first: its first tensor."""
+    for tensor in tensors_in(batch):
+        if tensor.shape != first.shape[:1] or tensor.dtype not in (torch.int64, torch.int32):
+            continue
+        if not readable(tensor):
+            continue
+        one = tensor[0].item()
+        if not bool((tensor == one).all()):
+            known.labels.append(None)
+            return
+        if one not in first.shape[1:]:  # else it is a length of the items
+            known.labels.append(one)
+            return
 
 
 def _first_tensor(batch):
@@ -303,6 +332,7 @@ def _note_progress(known, **fields):
         backwards=known.backwards,
         no_grad_forwards=known.no_grad_forwards,
         gradients=known.gradients,
+        labels=known.labels,
         **fields,
     )
 

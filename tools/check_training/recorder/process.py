@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, Joined, Left
-from . import machine, model, optimizer, passes
+from . import machine, model, optimizer, passes, totals, works
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -97,6 +98,7 @@ def joined():
     open_files()
     counters.phase, counters.steps = 0, optimizer.steps_of_those_alive()
     state.__init__()
+    totals.state.__init__()
     note(
         Joined,
         rank=dist.get_rank(),
@@ -110,6 +112,7 @@ def joined():
         calendar=time.time(),
         script=machine.script(),
         sources=machine.sources(),
+        line=where(),
     )
 
 
@@ -123,6 +126,7 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
+    works.note_forgotten()
     note(Left, steps=optimizer.steps(), error=_error())
 
 
@@ -146,6 +150,7 @@ def sends_to_one(args, kwargs):
 
 for _name in TO_ONE:
     before(c10d, _name, also=[dist], closed=True)(sends_to_one)
+before(rpc, "init_rpc")(sends_to_one)
 
 
 @around(c10d, "new_group", also=[dist], closed=True, even_if_it_fails=True)
@@ -194,6 +199,9 @@ def collective(name, args, kwargs):
         fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
         if name in ("all_reduce", "reduce") and first.numel() == 1:
             fields["number_given"] = _number_in(first)
+    given = None
+    if name == "all_reduce" and number < MOST_CALLS:
+        given = totals.numbers_of_a_sum(args, kwargs, optimizer.steps())
     stand(name, fields["line"])
     begin = now()
     result = yield
@@ -201,6 +209,11 @@ def collective(name, args, kwargs):
     failed = result is RAISED
     span("collective", begin, now())
     stand_no_more(name, fields["line"], failed)
+    works.note_forgotten(next_call=name)
+    if first is not None and first.device.type == "cpu":
+        works.follow(result, name, fields["line"])
+    if given is not None and not failed:
+        fields["again"] = totals.summed(first, given)
     if number < MOST_CALLS:
         note(Call, number=number, failed=failed, **fields)
 

@@ -58,6 +58,9 @@ class Pass(Record):
     workers_seed: int | None  # of all of them, as torch seeds them; None: none, or the script does
     contents: dict[str, list[int]]  # {attribute of the dataset: bits of its tensors}
     listed: dict[str, Listed]  # {attribute of the dataset: a list of texts}
+    dataset_epoch: int | None = None  # the dataset's attribute `epoch`; None: it has none
+    # The same when its workers began, with a copy of the dataset; None: no workers, or as above.
+    workers_epoch: int | None = None
 
 
 @dataclass(slots=True)
@@ -85,6 +88,9 @@ class Progress(Record):
     exhausted: bool = False  # no batch was left, or all that the loader promises were taken
     modes_before: list[Mode] = field(default_factory=list)  # of each DDP object, as it began
     modes_after: list[Mode] = field(default_factory=list)  # and as it was over
+    # Of each of the first 32 batches that have labels, the label that all of its items have; None:
+    # they have several. Labels are whole numbers in a tensor, one for each item.
+    labels: list[int | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)

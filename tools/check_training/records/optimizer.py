@@ -56,6 +56,10 @@ class Step(Record):
     batches: int  # taken from the training loader since the step before
     small_sums: int  # collective calls with at most 16 numbers, since the step before
     lost_hooks: list[str]  # names of parameters that DDP does not follow any more
+    # Places of the parameters that need a gradient, and have none, or one of zeros.
+    bare: list[int] = field(default_factory=list)
+    # Of the graphs of the first backward passes, those that are still held after 100 more passes.
+    graphs_held: int = 0
 
 
 @dataclass(slots=True)
@@ -76,6 +80,8 @@ class Clip(Record):
     in_an_optimizer: bool  # at least one of them is
     scaled: bool  # GradScaler still multiplies these gradients
     norm: float | None  # that it has returned; None: none, or not read
+    most: float | None = None  # the norm that it allows; None: as above
+    optimizer: str | None = None  # key of the only one that has them; None: none, or several do
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ class Joined(Record):
     script: str = ""  # name of the script's file; "": not known
     # {file of the script: bits of its content}, of all that it has imported from its folder so far
     sources: dict[str, int] = field(default_factory=dict)
+    line: str = ""  # that called init_process_group(); "": not known
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Uses(Record):
 
 FEATURES = {
     "shards": "parameters of other types than Tensor: DTensor, FSDP's",
-    "to_one": "sending to one rank: a pipeline",
+    "to_one": "sending to one rank, a pipeline; and RPC",
     "groups": "groups of its own",
     "join": "torch's Join, for unequal numbers of batches",
 }
@@ -98,3 +99,18 @@ class Call(Record):
     source: int | None = None  # the rank from which all others get something; None: from each
     number_given: float | None = None  # to an all_reduce or a reduce of one number; None: not read
     pass_number: int | None = None  # Pass.number of the loader that gave the last batch
+    # So many sums in a row found in this tensor what the sum before had left there, and something
+    # that was added to it. 0: none, or it was not looked at.
+    again: int = 0
+
+
+@dataclass(slots=True)
+class Forgotten(Record):
+    """What a call with async_op=True has returned is gone, and nobody has called its wait().
+
+    Of calls with a tensor on a CPU; noted after the next call of any group.
+    """
+
+    name: str  # of the call, "all_reduce"
+    line: str
+    next_call: str  # name of the next one; "": there was none

@@ -17,4 +17,5 @@ before their consequences.
 # ruff: noqa: F401, I001
 from ..findings import RULES
 from . import machines, groups, models, weights, data, batches, augmentation, modes
-from . import evaluation, gradients, optimizers, files, resumes, restarts, settings
+from . import evaluation, gradients, clipping, unreached, optimizers, files, resumes, restarts
+from . import settings

@@ -1,7 +1,8 @@
 """Random numbers of loaders: what makes the items draws them, in the process or in workers."""
 
-from ..findings import Question, rule
+from ..findings import Found, Question, rule
 from ..words import differ, most
+from .pages import SILENT
 
 LEAST_CHANGE = 1e-6  # of the sum over all items: less than that is rounding
 RANDOMNESS = "recipes/randomness.py"
@@ -62,6 +63,49 @@ def workers_draw_alike(run):
                 RANDOMNESS,
                 once="workers draw alike",
             )
+
+
+@rule()
+def workers_keep_the_epoch(run):
+    """The epoch of a dataset changes, and the workers that persist have a copy of the dataset.
+
+    It is found where a stream, whose order is made in the workers, gives the same batches in two
+    passes; else it is asked: its items may not need the epoch, or its sampler alone. Looks alike,
+    and is right: an epoch in memory that the workers share, workers that begin in each pass.
+    """
+    for loader in run.training_loaders():
+        for passes in loader.passes.values():
+            behind = [each for each in passes if is_behind(each)]
+            if not behind:
+                continue
+            start = behind[-1].start
+            kind = Found if start.is_stream and gives_the_same(passes) else Question
+            yield kind(
+                f"the dataset's epoch is {start.dataset_epoch} ({loader.line}), and the loader's"
+                f" workers still have {start.workers_epoch}: with persistent_workers=True, they"
+                " keep the copy of the dataset with which they began",
+                "if its items depend on the epoch, keep it in memory that all share"
+                " (torch.tensor(0).share_memory_()), or leave persistent_workers out",
+                SILENT,
+                once=f"workers' epoch {loader.line}",
+            )
+
+
+def is_behind(one):
+    """Return whether the workers of a LoaderPass have another epoch than its dataset."""
+    start = one.start
+    known = None not in (start.dataset_epoch, start.workers_epoch)
+    return known and start.dataset_epoch != start.workers_epoch
+
+
+def gives_the_same(passes):
+    """Return whether two passes with different epochs gave the same batches, several in each."""
+    seen = {}
+    for each in passes:
+        batches = tuple(each.progress.batch_bits)
+        if len({*batches}) > 2:
+            seen.setdefault(batches, set()).add(each.start.dataset_epoch)
+    return any(len(epochs) > 1 for epochs in seen.values())
 
 
 def items_change(loader):

@@ -6,7 +6,7 @@ import statistics
 from ..findings import Found, Question, rule
 from ..records.data import SetEpoch
 from ..words import differ, most, on_each
-from .pages import CLIP, SHARE
+from .pages import CLIP, SHARE, SILENT
 
 
 @rule()
@@ -56,6 +56,31 @@ def why_the_order_stays(passes, first, calls):
     if first.start.replicas is not None:
         return "set_epoch(epoch) is not called"
     return "its sampler draws the same again"
+
+
+@rule()
+def batches_of_one_label(run):
+    """Nothing is shuffled, and all items of most batches have one label.
+
+    It is a question: a label is a whole number for each item, and the order may be meant. Looks
+    alike, and is right: texts in their order, items sorted by length, sets that were shuffled when
+    they were stored, one label in the whole set.
+    """
+    for loader in run.training_loaders():
+        first = loader.firsts[0]
+        labels = first.progress.labels
+        in_order = first.start.sampler == "SequentialSampler" or first.start.shuffle is False
+        if not in_order or not first.progress.rising or first.progress.first_items < 4:
+            continue
+        single = [label for label in labels if label is not None]
+        if most(len(single), len(labels)) and len({*single}) > 1:
+            yield Question(
+                f"nothing is shuffled ({loader.line}), and in {len(single)} of the first"
+                f" {len(labels)} batches, all items have the same whole number: a label?",
+                "is the set sorted by its labels? Then shuffle: DistributedSampler(dataset), and"
+                " set_epoch(epoch)",
+                SILENT,
+            )
 
 
 @rule(unless={"data", "split"})

@@ -162,7 +162,7 @@ def is_broken(gradient):
     return gradient is not None and not math.isfinite(gradient.norm)
 
 
-@rule()
+@rule("unowned")
 def parameters_in_no_optimizer(run):
     """Parameters have gradients and are in no optimizer, so they stay as they are.
 
@@ -179,7 +179,7 @@ def parameters_in_no_optimizer(run):
             )
 
 
-@rule()
+@rule("unowned")
 def layers_of_no_model(run):
     """Parameters get gradients, and belong to no DDP object and no optimizer: a list of layers.
 

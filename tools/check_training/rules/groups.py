@@ -4,9 +4,11 @@ import collections
 import json
 
 from ..findings import Found, Question, rule
+from ..records.files import Save
 from ..records.model import Forward
-from ..records.process import Call, GroupMade, Started
+from ..records.process import Call, Forgotten, GroupMade, Joined, Started
 from ..words import differ, in_words
+from .pages import SILENT
 
 # Calls whose tensor has the same size on all ranks.
 SAME_SIZE = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"}
@@ -18,28 +20,92 @@ def no_group(ranks):
     """Several processes that torchrun has started never meet: they train so many models.
 
     Looks alike, and is right: a sweep, in which RANK chooses a setting. Then the weights differ
-    from the first step on, and it is asked.
+    from the first step on, or from a later one, and it is asked. What meets by RPC is left out.
     """
-    firsts = [first_weights(rank) for rank in ranks if rank.steps and was_told_of_others(rank)]
-    if len(firsts) < 2:
+    alone = [rank for rank in ranks if rank.number is None and trains_alone(rank)]
+    if len(alone) < 2:
         return
-    kind = Question if differ(firsts) else Found
+    kind = Found if train_the_same(alone) or save_to_one_file(alone) else Question
     yield kind(
-        f"{len(firsts)} processes train, and none calls init_process_group(): so many models",
+        f"{len(alone)} processes train, and none calls init_process_group(): so many models",
         "the last one that writes the file wins",
         "docs/how_a_job_starts.md#six-parts",
     )
 
 
-def first_weights(rank):
-    """Return the prints of the weights before its first step that was noted."""
-    steps = next(iter(rank.steps.values()))
-    return steps[0].weights
+@rule(of_strangers=True)
+def groups_of_one(ranks):
+    """Processes that torchrun has started join groups of one rank: they train so many models.
+
+    Looks alike, and is right: as in no_group; processes that run one after another; groups of
+    several ranks, of which the records of one are there.
+    """
+    alone = [rank for rank in ranks if rank.number is not None and trains_alone(rank)]
+    alone = at_one_time([rank for rank in alone if rank.world_size == 1])
+    if len(alone) < 2:
+        return
+    sure = train_the_same(alone) or save_to_one_file(alone)
+    kind = Found if sure else Question
+    doubt = "" if sure else "is each a trial of its own? Else "
+    told = alone[0].records(Started)[0].world_size
+    line = alone[0].records(Joined)[0].line
+    yield kind(
+        f"{len(alone)} processes train, each in a group of one rank, though WORLD_SIZE is {told}"
+        f" ({line}): so many models",
+        f"{doubt}leave store, rank and world_size out of init_process_group(): torchrun has set"
+        " them",
+        SILENT,
+    )
 
 
-def was_told_of_others(rank):
-    """Return whether WORLD_SIZE in its environment is more than 1."""
-    return int(rank.records(Started)[0].world_size or 1) > 1
+def trains_alone(rank):
+    """Return whether a Rank has taken steps, was told of others, and does not meet them by RPC.
+
+    Others: WORLD_SIZE in its environment is more than 1.
+    """
+    started = rank.records(Started)
+    if not rank.steps or not started or "to_one" in rank.features:
+        return False
+    return int(started[0].world_size or 1) > 1
+
+
+def at_one_time(ranks):
+    """Return those of the last attempt that run while the last of them begins.
+
+    Ranks with another clock count as well.
+    """
+    last = max((rank.attempt for rank in ranks), default=0)
+    ranks = [rank for rank in ranks if rank.attempt == last]
+    newest = max(ranks, key=lambda rank: rank.begin, default=None)
+    return [
+        rank
+        for rank in ranks
+        if rank.machine.clock != newest.machine.clock or rank.last >= newest.begin
+    ]
+
+
+def train_the_same(ranks):
+    """Return whether the weights of all ranks are equal in all steps that they have noted.
+
+    In the steps in which they were read, that is: in two at least.
+    """
+    numbers = [next(iter(rank.steps.values())) for rank in ranks]
+    common = set.intersection(*map(set, numbers))
+    rows = [[steps[number].weights for steps in numbers] for number in common]
+    rows = [row for row in rows if any(row[0])]
+    return len(rows) > 1 and not any(differ(row) for row in rows)
+
+
+def save_to_one_file(ranks):
+    """Return whether all begin with the same weights, and save to one file of one machine."""
+    numbers = [next(iter(rank.steps.values())) for rank in ranks]
+    firsts = [steps[min(steps)].weights for steps in numbers]
+    if not any(firsts[0]) or differ(firsts):
+        return False
+    if differ(rank.machine.key for rank in ranks):
+        return False
+    paths = [{save.path for save in rank.records(Save)} - {None} for rank in ranks]
+    return bool(set.intersection(*paths))
 
 
 @rule("calls")
@@ -179,3 +245,58 @@ def call_in_words(run, rank, call):
         return f"rank {rank} {run.ranks[rank].where or 'no such call'}"
     elements = "?" if call.elements is None else call.elements
     return f"rank {rank} {call.name} of {elements} {call.dtype or 'objects'} at {call.line}"
+
+
+@rule()
+def total_summed_again(run):
+    """A running total is all-reduced in place again and again, and never set back to 0.
+
+    Each sum is given the one before, and what was added to it: four times in a row, else it is
+    asked. (Figures that grow fast may come near to that.) Looks alike, and is right: a total
+    that is set back, or divided by the number of ranks; a sum of a copy; a tensor to which nothing
+    is added, as for a barrier; the largest of all (MAX); a total that one rank alone keeps.
+    """
+    rows = collections.defaultdict(dict)  # {(line, group): {rank: the longest row}}
+    for rank, calls in run.records_by_rank(Call).items():
+        for call in calls:
+            if call.again > 2:
+                row = rows[call.line, call.group]
+                row[rank] = max(call.again, row.get(rank, 0))
+    for (line, group), longest in rows.items():
+        members = json.loads(group.partition("#")[0]) if group else [*run.ranks]
+        if len(members) > 1 and longest.keys() == {*members} & {*run.ranks}:
+            count = len(members)
+            kind = Found if min(longest.values()) > 3 else Question
+            yield kind(
+                f"all_reduce at {line} sums a running total in place, again and again: each sum is"
+                " given the one before, and what was added to it",
+                f"what came first counts {count} times, then {count * count} times, and so on: sum"
+                " a copy of it, or set it back to 0 after each sum",
+                SILENT,
+                once=f"again {line}",
+            )
+
+
+@rule()
+def nobody_waits(run):
+    """Calls with async_op=True, for which nobody waits: what they return is gone unasked.
+
+    It is a question: the tensor may be used much later. Looks alike, and is right: wait() by a list
+    or a future, a barrier as the next call, a call without a tensor. Tensors on GPUs are not looked
+    at: a later call may wait for an earlier one there.
+    """
+    counts = collections.Counter()
+    for rank, forgotten in run.records_by_rank(Forgotten).items():
+        for each in forgotten:
+            if "barrier" not in each.next_call:
+                counts[each.name, each.line, rank] += 1
+    for (name, line, _), count in counts.items():
+        if count > 3:
+            yield Question(
+                f"nobody waits for {name} at {line}, which has async_op=True: what it returns is"
+                " dropped",
+                "until it has ended, its tensor holds anything: keep what it returns, and call its"
+                " wait()",
+                "pitfalls/async_read_too_early.py",
+                once=f"nobody waits {line}",
+            )

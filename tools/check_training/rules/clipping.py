@@ -1,0 +1,99 @@
+"""By which norm are the gradients clipped?"""
+
+import itertools
+from dataclasses import dataclass
+
+from ..findings import Question, rule
+from ..records.optimizer import Clip
+from ..words import differ, most, on_each
+from .apart import places_that_differ, wrapper_of
+from .pages import CLIP
+
+ROUNDING = 1e-3  # norms that differ less, as parts of the larger one, are equal
+
+
+@dataclass(slots=True)
+class ClippedApart:
+    """A call of clip_grad_norm_(), for which the ranks had gradients of their own."""
+
+    step: int  # number of the step before which it was called
+    line: str
+    norms: dict[int, float]  # {rank: the norm that it has found}
+
+
+@rule(unless={"weights"})
+def clips_before_the_exchange(run):
+    """Each rank clips by a norm of its own, and the gradients are exchanged after that.
+
+    The norms differ, and the gradients with which the step is taken are equal. Looks alike, and is
+    right: a norm that is only printed (nothing is cut), parameters of each rank's own (their
+    gradients stay apart), split models. It is a question: each rank's part may be clipped on
+    purpose.
+    """
+    if run.may_split_the_model or "join" in run.features:
+        return
+    for steps in run.optimizers():
+        wrapped = wrapper_of(run, run.ranks[min(steps.of)].optimizers[steps.optimizer])
+        members = run.members(wrapped) if wrapped else [*run.ranks]
+        steps = steps.only([rank for rank in members if rank in steps.of])
+        if len(steps.of) < 2:
+            continue
+        compared, apart = calls_before_steps(run, steps)
+        if most(len(apart), compared):
+            first = apart[0]
+            norms = {rank: f"{norm:.3g}" for rank, norm in sorted(first.norms.items())}
+            yield Question(
+                f"each rank clips by a norm of its own at {first.line} (before step"
+                f" {first.step + 1}: {on_each(norms)}), and the gradients are exchanged after that",
+                "the norm of all ranks' gradients is not clipped: call it once, right before"
+                " step(), when the gradients are exchanged",
+                CLIP,
+                once=f"clips {first.line}",
+            )
+
+
+def calls_before_steps(run, steps):
+    """Return (how many steps have calls that can be compared, a ClippedApart of each with such).
+
+    steps: a Steps. Two steps in a row must be noted, and all calls between them.
+    """
+    compared, apart = 0, []
+    clips = {
+        rank: [
+            clip
+            for clip in run.ranks[rank].records(Clip)
+            if clip.optimizer == steps.optimizer and clip.norm is not None and clip.most
+        ]
+        for rank in steps.of
+    }
+    numbers = run.same_steps(steps)
+    for before, number in itertools.pairwise(numbers):
+        row, earlier = steps.at(number), steps.at(before)
+        between = {
+            rank: {
+                clip.number: clip
+                for clip in clips[rank]
+                if earlier[rank].time < clip.time <= row[rank].time
+            }
+            for rank in row
+        }
+        called = [*between.values()]
+        if number != before + 1 or not called[0] or differ(map(sorted, called)):
+            continue
+        compared += 1
+        if places_that_differ([*row.values()], "gradients"):
+            continue
+        for place in called[0]:
+            calls = {rank: mine[place] for rank, mine in between.items()}
+            if is_cut_apart([*calls.values()]):
+                norms = {rank: clip.norm for rank, clip in calls.items()}
+                apart.append(ClippedApart(number, called[0][place].line, norms))
+                break
+    return compared, apart
+
+
+def is_cut_apart(clips):
+    """Return whether the norms differ by more than rounding, and one is above what is allowed."""
+    norms = [clip.norm for clip in clips]
+    differ_much = max(norms) - min(norms) > ROUNDING * max(norms)
+    return differ_much and any(clip.norm > clip.most for clip in clips)

@@ -83,6 +83,7 @@ def train(device, args):
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
+        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         if due and rank == 0:
             torch.save({"model": model.module.state_dict(), "epoch": epoch}, args.checkpoint_path)
@@ -90,8 +91,7 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-
-    # The proofs. Each has collectives: all ranks call it, also where rank 0 alone prints.
+    # The proofs, which all ranks call.
     compare_gradients(model, loader, device)  # not for layers of training only
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 

@@ -92,6 +92,7 @@ def train(device, args):
             log("crash on purpose, before this epoch is saved", every_rank=True)
             os.kill(os.getpid(), signal.SIGKILL)  # the others fail, or wait for torchrun
         accuracy = evaluate(model, test_set, device)
+        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         if due and rank == 0:  # all that changes (a schedule, too), as tensors and numbers
             save(

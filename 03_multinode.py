@@ -113,6 +113,7 @@ def train(device, args):
         torch.manual_seed(SEED + epoch * world_size + rank)  # dropout, augmentation vary by rank
         loss, speed = train_epoch(model, loader, optimizer, device)
         accuracy = evaluate(model, test_set, device)
+        check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
         # New in 03: one rank of each machine saves, as any machine may be missing next time.
         # (On a shared disk, each writes the same.) After the barrier, "saved" holds for all.

@@ -157,7 +157,7 @@ def test_shows_what_is_printed_and_says_that_print_is_the_tool(beginner, tmp_pat
         ),
         (
             "dist.recv(torch.zeros(1), 1 - dist.get_rank())",
-            "rank 1 waits in line 2: .*\n.*each waits",
+            "rank 1 waits in line 2: .*\n.*a send waits for",
         ),
         ("raise SystemExit(3)", r"line 2, in average_gradients: .*\n.*SystemExit: 3"),
         ("x = = 1", r"wrong.py, line 2: x = = 1\n +SyntaxError: invalid syntax"),

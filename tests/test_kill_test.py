@@ -325,11 +325,12 @@ def test_the_command_of_the_page(request):
     # torchrun's store, and ends after TIMEOUT, ten minutes.
     rounds = 3 if request.config.getoption("--write-transcripts") else 1
     words = shlex.split(command.replace(" -- ", f" --patience 660 --rounds {rounds} -- "))
-    result = run(*words, cwd=ROOT, env=ACTIVE, timeout=1800).ok()
+    result = run(*words, cwd=ROOT, env=ACTIVE, timeout=1800)
     lines = result.output.splitlines()
+    early = "killed before it had printed a step"  # on a busy machine, all kills may come so early
+    assert result.status == 0 or rounds == 1 and early in result.output, result.output
     assert f"\n{rounds} of {rounds} rounds ended equal, " in result.output, result.output
     if rounds == 3:
-        # On a busy machine, all kills may come before the first snapshot.
         assert any(re.match(r" {11}\[rank 0/2\] resumed from ", line) for line in lines)
         page = shown.LAUNCH.read_text()
         (old,) = (text for name, text in shown.BLOCK.findall(page) if name == path.name)

@@ -210,8 +210,12 @@ def _workers_seed(iterator, loader):
 
 
 def _samplers(loader):
-    """Return a loader's sampler, of batches or of items, and those that are in it."""
-    samplers = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
+    """Return a loader's sampler, of batches or of items, and those that are in it.
+
+    A loader of another library may have none, and may take torch's iterator nevertheless.
+    """
+    of_batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None) if of_batches is None else of_batches]
     while len(samplers) < 5:
         inner = getattr(samplers[-1], "sampler", None)
         if inner is None:

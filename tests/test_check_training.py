@@ -172,6 +172,27 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
 
 
+COUNTED = {
+    "def main": """class Counted(torch.utils.data.Sampler):
+    def __len__(self):
+        return len([each for each in self])
+
+    def __iter__(self):
+        yield from torch.randint(1024, (32,))[dist.get_rank() :: 2].tolist()
+
+
+def main""",
+    "DistributedSampler(dataset)": "Counted()",
+    "        sampler.set_epoch(epoch)  # another order in each epoch\n": "",
+}
+
+
+def test_a_sampler_that_draws_to_be_counted_draws_no_other_numbers(tmp_path):
+    _, result = watched(tmp_path, COUNTED)
+    (folder := tmp_path / "without").mkdir()
+    assert fork_ranks(variant(folder, BASE, COUNTED), cwd=folder).ok().output == result.output
+
+
 def test_records_of_machines_with_clocks_of_their_own(tmp_path):
     """An hour apart, one of them faster; and the last record is still being written."""
     folder, _ = watched(tmp_path, {})

@@ -900,6 +900,17 @@ MISTAKES = {
         "in loader:",
         False,
     ),
+    "sorted by label, with a name of each item": (
+        {
+            **SORTED,
+            DATA: SORTED[DATA].replace("), kinds", "), torch.arange(1024), kinds"),
+            LOOP: LOOP.replace("x, y", "x, y, _, _"),
+        },
+        "batches_of_one_label",
+        "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
+        "in loader:",
+        False,
+    ),
     "wrapper on rank 0": (
         {
             GELU: NORM,
@@ -1527,6 +1538,11 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
             "\n    def", "\n    epoch = torch.tensor(0).share_memory_()\n\n    def"
         )
         + MAIN
+    },
+    "in order of their lengths, and labels are mixed": {
+        **SORTED,
+        DATA: SORTED[DATA].replace("), kinds", "), kinds, torch.arange(1024) * 37 % 8"),
+        LOOP: LOOP.replace("x, y", "x, y, _, _"),
     },
     "in order, and labels are mixed": SORTED
     | {DATA: SORTED[DATA].replace("arange(1024) //", "arange(1024) * 37 % 1024 //")},

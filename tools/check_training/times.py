@@ -1,5 +1,6 @@
 """Where the time of a step goes, and which rank waits for which."""
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -48,7 +49,8 @@ def steps_of(rank):
 
     An evaluation comes between two steps, so it is in the time of the second one.
     """
-    evaluations, found = evaluations_of(rank), {}
+    evaluations = sorted(evaluations_of(rank), key=lambda each: each.begin)
+    found = {}
     for times in rank.records(StepTimes):
         spans = [span for span in times.spans if not is_of_an_evaluation(span, evaluations)]
         found[times.number] = dataclasses.replace(times, spans=spans)
@@ -56,10 +58,14 @@ def steps_of(rank):
 
 
 def is_of_an_evaluation(span, evaluations):
-    """Return whether a Span is that of a loader, in one of some Evaluation objects."""
-    if span.part != "loading":
+    """Return whether a Span is that of a loader, in one of some Evaluation objects.
+
+    evaluations: in the order in which they begin.
+    """
+    before = bisect.bisect(evaluations, span.begin, key=lambda each: each.begin)
+    if span.part != "loading" or not before:
         return False
-    return any(each.begin <= span.begin < each.end for each in evaluations)
+    return span.begin < evaluations[before - 1].end
 
 
 def shift_against(shortest, steps):

@@ -32,7 +32,7 @@ def given_back(thing):
     before, own = states(), [(each, each.get_state()) for each in generators_of(thing)]
     state, of_python = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy.random")
-    of_numpy = None if numpy is None else numpy.get_state()
+    of_numpy = None if numpy is None else numpy.get_state(legacy=False)
     try:
         yield
     finally:

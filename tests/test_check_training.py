@@ -4,6 +4,7 @@ changes nothing in what it watches.
 The scripts run in forked processes, with the recorder in them; two tests start the command itself.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from check_training import clocks, findings, gaps, lines, reading, rules, times
 from check_training.records.process import Joined
 from check_training.records.times import Gap, Span, StepTimes
-from mistakes.records import CASES, run_of
+from mistakes.records import CASES, a_pass, run_of
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 # As some packages do before they import torch: is it there?
@@ -150,6 +151,21 @@ def test_what_is_said_of_pauses():
     assert paused([0, 0.9, 1], pauses=2)[0] == paused([0, 0.9, 1], seconds=0.15)[0] == []
 
 
+@pytest.mark.parametrize("backwards", [0, 4])
+def test_the_loader_of_an_evaluation_is_not_waited_for_in_a_step(backwards):
+    """It takes three seconds of four, in a pass without backward() and in one with some."""
+    steps = [StepTimes(4.0, 0, [], 4.0, 0.0)]
+    for number in range(1, 31):
+        end = 4.0 + 4 * number
+        load = Span("loading", end - 3, end)
+        steps.append(StepTimes(end, number, [Span("forward", end - 4, end - 3), load], end, 0.0))
+    start, came = a_pass(0, ddp=False, progress={"backwards": backwards, "gradients": False})
+    progress = dataclasses.replace(came, time=200.0, last_batch=200.0, no_grad_forwards=4)
+    table = times.parts_of_steps(times.aligned(run_of([*steps, start, progress])))
+    said = " ".join(each.what for each in times.findings_of(table))
+    assert ("waits for its loader" in said) == bool(backwards), said
+
+
 def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
     """The same losses and weights without a recorder, with it, and with one that fails."""
     outputs = []
@@ -170,6 +186,27 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
             )
         )
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
+
+
+COUNTED = {
+    "def main": """class Counted(torch.utils.data.Sampler):
+    def __len__(self):
+        return len([each for each in self])
+
+    def __iter__(self):
+        yield from torch.randint(1024, (32,))[dist.get_rank() :: 2].tolist()
+
+
+def main""",
+    "DistributedSampler(dataset)": "Counted()",
+    "        sampler.set_epoch(epoch)  # another order in each epoch\n": "",
+}
+
+
+def test_a_sampler_that_draws_to_be_counted_draws_no_other_numbers(tmp_path):
+    _, result = watched(tmp_path, COUNTED)
+    (folder := tmp_path / "without").mkdir()
+    assert fork_ranks(variant(folder, BASE, COUNTED), cwd=folder).ok().output == result.output
 
 
 def test_records_of_machines_with_clocks_of_their_own(tmp_path):

@@ -116,6 +116,17 @@ DEALT_OUT = """class DealtOut(torch.utils.data.BatchSampler):  # batches, to eac
 
 
 """
+OWN_LOADER = """class Own:  # a loader of another library: no sampler, and torch's iterator
+    num_workers, timeout, prefetch_factor, generator, worker_init_fn = 0, 0, None, None, None
+    pin_memory, persistent_workers, in_order, drop_last = False, False, True, False
+    _dataset_kind, _IterableDataset_len_called, _auto_collation = 1, None, False
+    _index_sampler, collate_fn = range(99), staticmethod(lambda batch: batch)
+
+    def __init__(self, batches):
+        self.dataset = batches
+
+
+"""
 MAIN, END = line("def main"), "sampler=sampler)\n"
 FSDP2 = {  # with a forward pass before the optimizer is made
     WRAP: "    from torch.distributed.fsdp import fully_shard\n"
@@ -482,6 +493,36 @@ MISTAKES = {
         "in DataLoader(tests",
         False,
     ),
+    "a share, and a file of rank 0": (
+        evaluate_share(
+            "import json",
+            "if dist.get_rank() == 0:",
+            "    with open('best.json', 'w') as file: json.dump(float(total), file)",
+            "dist.barrier()",
+            "best = json.load(open('best.json'))",
+            "dist.barrier()",
+        ),
+        "figures_stay_apart",
+        "question: each rank evaluates a share .*nothing puts",
+        "in DataLoader(tests",
+        False,
+    ),
+    "padded, and figures in files": (
+        {
+            key: text.replace("inputs[:100]", "inputs[:101]")
+            for key, text in evaluate_share(
+                "import pickle",
+                "pickle.dump(total, open(f'figures{dist.get_rank()}', 'wb'))",
+                "dist.barrier()",
+                "parts = [pickle.load(open(f'figures{rank}', 'rb')) for rank in range(2)]",
+                "dist.barrier()",
+            ).items()
+        },
+        "items_counted_twice",
+        "question: .*counts 1 of 101 items twice: DistributedSampler",
+        "in DataLoader(tests",
+        False,
+    ),
     "a share, and the number of items": (
         evaluate_share("dist.all_reduce(seen)"),
         "figures_stay_apart",
@@ -528,6 +569,27 @@ MISTAKES = {
         "items_counted_twice",
         "found: .*counts 1 of 101 items twice",
         "one = iter(",
+        False,
+    ),
+    "dealt out, and the last batches left out": (
+        {
+            MAIN: DEALT_OUT.replace("size, False", "size, True")
+            .replace("-(-super().__len__() // dist.get_world_size())", "super().__len__() // 2")
+            .replace(
+                "batches += batches[: -len(batches) % dist.get_world_size()]", "del batches[4:]"
+            )
+            + MAIN,
+            **before(
+                REDUCE,
+                "tests = TensorDataset(inputs[:101])",
+                "with torch.no_grad():",
+                "    for x, in DataLoader(tests, batch_sampler=DealtOut(range(101), 20)):",
+                "        loss_sum += model.module(x).sum()",
+            ),
+        },
+        "items_left_out",
+        "found: .*leaves out 21 of 101 items: drop_last",
+        "batch_sampler=DealtOut(range",
         False,
     ),
     "filled up": (
@@ -615,6 +677,21 @@ MISTAKES = {
         "mixed_with_another_loss",
         "question: the optimizer of .* finds gradients of two backward passes",
         "optimizer = ",
+        False,
+    ),
+    "cleared late, by a wrapper": (
+        {
+            OPT: OPT + "    inner = optimizer\n"
+            "    class Passing(torch.optim.SGD):  # for an optimizer, without being made as one\n"
+            "        __init__, step = object.__init__, lambda self: inner.step()\n"
+            "        def __getattr__(self, name): return getattr(inner, name)\n"
+            "    optimizer = Passing()\n",
+            ZERO: "",
+            STEP: ZERO + STEP,
+        },
+        "cleared_too_late",
+        "found: .*cleared between",
+        None,
         False,
     ),
     "cleared late": (
@@ -818,6 +895,17 @@ MISTAKES = {
     ),
     "sorted by label": (
         SORTED,
+        "batches_of_one_label",
+        "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
+        "in loader:",
+        False,
+    ),
+    "sorted by label, with a name of each item": (
+        {
+            **SORTED,
+            DATA: SORTED[DATA].replace("), kinds", "), torch.arange(1024), kinds"),
+            LOOP: LOOP.replace("x, y", "x, y, _, _"),
+        },
         "batches_of_one_label",
         "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
         "in loader:",
@@ -1184,6 +1272,14 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         EPOCHS,
         "if dist.get_rank() == 0: dist.new_group([0], use_local_synchronization=True)",
     ),
+    "a loader of another library": {
+        MAIN: OWN_LOADER + MAIN,
+        SET_EPOCH: "        numbers = torch.Generator().manual_seed(epoch)\n"
+        "        rows = torch.randperm(1024, generator=numbers)[dist.get_rank() :: 2]\n"
+        "        own = Own([dataset[part] for part in rows.split(32)])\n"
+        "        batches = torch.utils.data.dataloader._SingleProcessDataLoaderIter(own)\n",
+        LOOP: LOOP.replace("in loader", "in batches"),
+    },
     "items of several rows": {
         MAIN: ROWS + MAIN,
         END: "sampler=sampler, collate_fn=joined)\n",
@@ -1225,6 +1321,29 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "figures in an object": evaluate_share(
         "every = [None] * 2 if dist.get_rank() == 0 else None",
         "dist.gather_object((total, seen), every)",
+    ),
+    "means that are averaged before each evaluation": {
+        GELU: NORM,
+        "DDP(model)": "DDP(model, broadcast_buffers=False)",
+        SUM_0: SUM_0.replace("loss_sum", "means = [*model.buffers()][:2]; loss_sum"),
+        **{
+            key: "        for mean in means: dist.all_reduce(mean); mean /= 2\n" + text
+            for key, text in evaluate_share("dist.all_reduce(total)").items()
+        },
+    },
+    "figures in files": evaluate_share(
+        "import pickle",
+        "with open(f'figures{dist.get_rank()}', 'wb') as file: pickle.dump((total, seen), file)",
+        "dist.barrier()",
+        "if dist.get_rank() == 0: [pickle.load(open(f'figures{rank}', 'rb')) for rank in range(2)]",
+        "dist.barrier()",
+    ),
+    "figures in files of torch, which were moved": evaluate_share(
+        "torch.save((total, seen), f'part{dist.get_rank()}')",
+        "os.replace(f'part{dist.get_rank()}', f'figures{dist.get_rank()}')",
+        "dist.barrier()",
+        "if dist.get_rank() == 0: [torch.load(f'figures{rank}') for rank in range(2)]",
+        "dist.barrier()",
     ),
     "a broadcast from each rank": evaluate_share(
         "sums = [total.clone(), total.clone()]",
@@ -1419,6 +1538,11 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
             "\n    def", "\n    epoch = torch.tensor(0).share_memory_()\n\n    def"
         )
         + MAIN
+    },
+    "in order of their lengths, and labels are mixed": {
+        **SORTED,
+        DATA: SORTED[DATA].replace("), kinds", "), kinds, torch.arange(1024) * 37 % 8"),
+        LOOP: LOOP.replace("x, y", "x, y, _, _"),
     },
     "in order, and labels are mixed": SORTED
     | {DATA: SORTED[DATA].replace("arange(1024) //", "arange(1024) * 37 % 1024 //")},

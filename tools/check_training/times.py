@@ -1,11 +1,14 @@
 """Where the time of a step goes, and which rank waits for which."""
 
+import bisect
 import collections
+import dataclasses
 import math
 import os
 import statistics
 
 from .findings import Found, Question
+from .gaps import evaluations_of
 from .records.times import PARTS, StepTimes
 from .words import in_words
 
@@ -30,10 +33,7 @@ def aligned(run):
 
     A rank may take some steps alone, in a warm-up, before the others do.
     """
-    found = {
-        rank: {times.number: times for times in noted}
-        for rank, noted in run.records_by_rank(StepTimes).items()
-    }
+    found = {number: steps_of(rank) for number, rank in run.ranks.items()}
     with_steps = {rank: steps for rank, steps in found.items() if steps}
     if not with_steps:
         return found
@@ -42,6 +42,30 @@ def aligned(run):
         shift = shift_against(shortest, steps)
         found[rank] = {number - shift: times for number, times in steps.items()}
     return found
+
+
+def steps_of(rank):
+    """Return {number: StepTimes} of a Rank, without the time of loaders in its evaluations.
+
+    An evaluation comes between two steps, so it is in the time of the second one.
+    """
+    evaluations = sorted(evaluations_of(rank), key=lambda each: each.begin)
+    found = {}
+    for times in rank.records(StepTimes):
+        spans = [span for span in times.spans if not is_of_an_evaluation(span, evaluations)]
+        found[times.number] = dataclasses.replace(times, spans=spans)
+    return found
+
+
+def is_of_an_evaluation(span, evaluations):
+    """Return whether a Span is that of a loader, in one of some Evaluation objects.
+
+    evaluations: in the order in which they begin.
+    """
+    before = bisect.bisect(evaluations, span.begin, key=lambda each: each.begin)
+    if span.part != "loading" or not before:
+        return False
+    return span.begin < evaluations[before - 1].end
 
 
 def shift_against(shortest, steps):

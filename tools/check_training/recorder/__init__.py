@@ -27,7 +27,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     datasets.py        datasets, subsets, set_epoch()
     passes.py          passes over loaders
     generators.py      generators of random numbers
-    files.py           torch.save(), torch.load(), and moves of files
+    files.py           torch.save(), torch.load(), files of pickle, json and numpy, and moves
 
 To note something new: add a record, or a field, to ../records. Then write a function in the file of
 its subject, with one of the decorators of hooks.py. It says which function of torch it goes with.

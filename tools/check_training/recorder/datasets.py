@@ -12,6 +12,7 @@ from torch.utils.data import dataset as torch_dataset
 from torch.utils.data import distributed
 
 from ..records.data import Listed, SetEpoch, SubsetMade
+from . import generators
 from .fingerprints import bits, checksum_of_memory, readable, tensors_in
 from .hooks import after, before
 from .notebook import count, note, site
@@ -24,11 +25,15 @@ STRETCHES, STRETCH = 16, 256  # how many stretches of memory are read, and the b
 
 
 def size_of(thing):
-    """Return the length of a thing, or None: it does not say."""
-    try:
-        return len(thing)
-    except Exception:
-        return None
+    """Return the length of a thing, or None: it does not say.
+
+    A sampler may draw all its indices to count them.
+    """
+    with generators.given_back(thing):
+        try:
+            return len(thing)
+        except Exception:
+            return None
 
 
 def data_in(dataset):

@@ -1,10 +1,14 @@
-"""Files that the script saves, loads and moves: notes Save, Load, Move."""
+"""Files that the script saves, loads and moves: notes Save, Load, OtherFile, Move."""
 
+import contextlib
+import json
 import os
+import pickle
+import time
 
 import torch
 
-from ..records.files import Load, Move, Save
+from ..records.files import Load, Move, OtherFile, Save
 from . import model, optimizer, state_dicts
 from .counters import counters
 from .fingerprints import keys_in
@@ -15,6 +19,7 @@ from .script_lines import where
 from .times import span
 
 OF_OPTIMIZERS = {"param_groups", "state"}  # keys in the state of each
+BEGIN = time.time()  # of this process, by the clock that files have
 
 
 @around(torch, "save", also=[torch.serialization], closed=True)
@@ -84,6 +89,37 @@ def _load(file):
         has_optimizer=keys >= OF_OPTIMIZERS,
     )
     stand("")
+
+
+@after(pickle, "dump")
+@after(json, "dump")
+def dumped(result, args, kwargs):
+    """Note a file that was written, but for its last bytes: it is not closed yet."""
+    note_other(args[1] if len(args) > 1 else kwargs.get("file", kwargs.get("fp")), is_read=False)
+
+
+@after("numpy", "save")
+def array_saved(result, args, kwargs):
+    """Note a file that was written."""
+    note_other(args[0] if args else kwargs.get("file"), is_read=False)
+
+
+@after(pickle, "load")
+@after(json, "load")
+@after("numpy", "load")
+def read(result, args, kwargs):
+    """Note a file that was read, if it is as young as this process."""
+    file = args[0] if args else kwargs.get("file", kwargs.get("fp"))
+    with contextlib.suppress(OSError):
+        if os.stat(path_of(file) or "").st_mtime >= BEGIN:
+            note_other(file, is_read=True)
+
+
+def note_other(file, is_read):
+    """Note a file that is no checkpoint of torch: the first ones."""
+    path = path_of(file)
+    if path is not None and count("other file") < 1000:
+        note(OtherFile, path=path, is_read=is_read)
 
 
 @after(os, "replace")

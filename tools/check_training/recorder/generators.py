@@ -1,5 +1,6 @@
 """The generators of random numbers of this process: torch's on the CPU, numpy's and Python's."""
 
+import contextlib
 import random
 import sys
 import zlib
@@ -11,6 +12,7 @@ from .fingerprints import checksum_of_memory, random_state
 
 LOOKED_AT = range(1, 5)  # batches: with the first one, a sampler may draw an order
 PASSES = 20  # over a loader, in which they are looked at
+DEPTH = 5  # of samplers in samplers
 
 
 def states():
@@ -18,6 +20,42 @@ def states():
     found = {"torch": random_state(torch.device("cpu")), "random": hash(random.getstate()[1])}
     if "numpy.random" in sys.modules:
         found["numpy"] = _numpys_state(sys.modules["numpy.random"])
+    return found
+
+
+@contextlib.contextmanager
+def given_back(thing):
+    """Set all generators back, if what runs inside draws from them; also those of a sampler.
+
+    thing: a sampler, or a loader.
+    """
+    before, own = states(), [(each, each.get_state()) for each in generators_of(thing)]
+    state, of_python = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = None if numpy is None else numpy.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        libraries = {each.library for each in moved(before, 0)}
+        if "torch" in libraries:
+            torch.set_rng_state(state)
+        if "random" in libraries:
+            random.setstate(of_python)
+        if "numpy" in libraries:
+            numpy.set_state(of_numpy)
+        for generator, kept in own:
+            generator.set_state(kept)
+
+
+def generators_of(thing):
+    """Return the generators that a sampler or a loader has been given, with those of its parts."""
+    found = []
+    for _ in range(DEPTH):
+        has = getattr(thing, "__dict__", {})
+        if isinstance(has.get("generator"), torch.Generator):
+            found.append(has["generator"])
+        of_batches = has.get("batch_sampler")
+        thing = has.get("sampler") if of_batches is None else of_batches
     return found
 
 

@@ -75,15 +75,19 @@ def _reports_the_end(ready):
 @after(torch_optimizer.Optimizer, "zero_grad")
 @after(torch.nn.Module, "zero_grad")
 def cleared(result, args, kwargs):
-    """Follow zero_grad() of an optimizer, or of a module, which may be another optimizer's."""
+    """Follow zero_grad() of an optimizer, or of a module, which may be another optimizer's.
+
+    A wrapper may pass for an optimizer, whose parameters it has.
+    """
     owner = args[0]
-    is_module = not hasattr(owner, "param_groups")
+    groups = getattr(owner, "param_groups", None)
     for each, known in optimizer.state.known.items():
-        if each is not owner and not (is_module and _nothing_left(known)):
+        is_its_own = each.param_groups is groups
+        if not is_its_own and not (groups is None and _nothing_left(known)):
             continue
         if known.uncleared:
             known.cleared_after = known.uncleared
-            if each is owner and count("thrown away") < 500:
+            if is_its_own and count("thrown away") < 500:
                 note(ThrownAway, line=where(), backwards=known.uncleared)
         known.stale, known.uncleared, known.mixed = False, 0, False
 

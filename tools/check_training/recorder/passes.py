@@ -210,8 +210,12 @@ def _workers_seed(iterator, loader):
 
 
 def _samplers(loader):
-    """Return a loader's sampler, of batches or of items, and those that are in it."""
-    samplers = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
+    """Return a loader's sampler, of batches or of items, and those that are in it.
+
+    A loader of another library may have none, and may take torch's iterator nevertheless.
+    """
+    of_batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None) if of_batches is None else of_batches]
     while len(samplers) < 5:
         inner = getattr(samplers[-1], "sampler", None)
         if inner is None:
@@ -286,19 +290,24 @@ def _take(known, batch):
 
 
 def _look_at_labels(known, batch, first):
-    """Add to Progress.labels, if the batch has labels. first: its first tensor."""
+    """Add to Progress.labels, if the batch has labels. first: its first tensor.
+
+    Numbers that are all different may be names of the items, and equal ones their length.
+    """
+    labels, has_names = [], False
     for tensor in tensors_in(batch):
         if tensor.shape != first.shape[:1] or tensor.dtype not in (torch.int64, torch.int32):
             continue
         if not readable(tensor):
             continue
-        one = tensor[0].item()
-        if not bool((tensor == one).all()):
-            known.labels.append(None)
-            return
-        if one not in first.shape[1:]:  # else it is a length of the items
-            known.labels.append(one)
-            return
+        kinds = len(tensor.unique())
+        if kinds == 1 and tensor[0].item() not in first.shape[1:]:  # else a length of the items
+            labels.append(tensor[0].item())
+        elif 1 < kinds < len(tensor):
+            labels.append(None)
+        has_names = has_names or 1 < kinds == len(tensor)
+    if labels or has_names:
+        known.labels.append(None if None in labels or not labels else labels[0])
 
 
 def _first_tensor(batch):

@@ -89,7 +89,8 @@ class Progress(Record):
     modes_before: list[Mode] = field(default_factory=list)  # of each DDP object, as it began
     modes_after: list[Mode] = field(default_factory=list)  # and as it was over
     # Of each of the first 32 batches that have labels, the label that all of its items have; None:
-    # they have several. Labels are whole numbers in a tensor, one for each item.
+    # they have several. Labels are whole numbers in a tensor, one for each item. Of two such
+    # tensors, that in which they have several counts.
     labels: list[int | None] = field(default_factory=list)
 
 

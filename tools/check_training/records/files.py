@@ -47,6 +47,17 @@ class Load(Record):
 
 
 @dataclass(slots=True)
+class OtherFile(Record):
+    """A file that pickle, json or numpy has written, or has read, as ranks may tell each other so.
+
+    Of those that were read: it has been written since this process began. The first 1,000.
+    """
+
+    path: str  # as in Save
+    is_read: bool
+
+
+@dataclass(slots=True)
 class Move(Record):
     """os.replace() or os.rename()."""
 

@@ -3,6 +3,7 @@
 import math
 
 from ..findings import Found, Question, rule
+from ..records.files import Load, Move, OtherFile, Save
 from ..records.model import Forward
 from ..records.process import Call
 from ..records.times import StepTimes
@@ -15,7 +16,8 @@ def items_counted_twice(run):
     """A DistributedSampler pads the shares in an evaluation, and the padding is counted.
 
     Looks alike, and is right: the script drops the padding, before its sums (a rank's number of
-    items is smaller then) or after a gather. Of a gather no record shows it, so then it is asked.
+    items is smaller then) or after a gather. Of a gather no record shows it, so then it is asked;
+    also if no sum is seen, as the figures may come together in files.
     """
     for loader in run.evaluation_loaders():
         if any(counts_fewer(run.ranks[rank], of[0]) for rank, of in loader.passes.items()):
@@ -28,12 +30,12 @@ def items_counted_twice(run):
             padding = (start.total_size or 0) - (start.length or 0)
             if not start.length or padding <= 0:
                 continue
-            gathers = gathers_around(run.ranks[rank], first)
-            kind = Question if gathers else Found
+            sure = is_summed_up(run.ranks[rank], first)
+            kind = Found if sure else Question
             yield kind(
                 f"the evaluation ({loader.line}) counts {padding} of {start.length} items twice:"
-                " DistributedSampler pads the shares",
-                "unless you drop them before you count" if gathers else "",
+                f" {start.sampler} pads the shares",
+                "" if sure else "unless you drop them before you count",
                 "pitfalls/padded_evaluation.py",
             )
 
@@ -43,12 +45,15 @@ def shares_are_filled_up(run):
     """Another sampler fills up the shares in an evaluation, and sums over the ranks count that.
 
     It is a question: the script may leave it out of its sums. Looks alike, and is right: a gather
-    after which the padding is dropped. No record shows that, so nothing is said of a gather.
+    after which the padding is dropped. No record shows that, so nothing is said of a gather, or of
+    figures in files.
     """
     for loader in loaders_of_all_ranks(run):
         firsts = loader.firsts
         start, most_padding = firsts[0].start, len(firsts) * firsts[0].progress.first_items
-        if start.replicas is not None or start.drop_last:
+        if start.replicas is not None or start.total_size is not None or start.drop_last:
+            continue
+        if in_files(run, loader):
             continue
         if not all(each.progress.exhausted and each.takes_a_part for each in firsts):
             continue
@@ -72,6 +77,18 @@ def counts_fewer(rank, one):
     return items not in given and not given.isdisjoint(range(items - padding, items))
 
 
+def is_summed_up(rank, one):
+    """Return whether a rank sums something in a LoaderPass, or soon after it, and gathers nothing.
+
+    Soon: before it trains on.
+    """
+    steps = [times.time for times in rank.records(StepTimes) if times.time > one.progress.time]
+    return not gathers_around(rank, one) and any(
+        "reduce" in call.name and call.time < min(steps, default=math.inf)
+        for call in calls_around(rank, one)
+    )
+
+
 def gathers_around(rank, one):
     """Return whether a rank gathers something in a LoaderPass, or soon after it."""
     return any("gather" in call.name for call in calls_around(rank, one))
@@ -87,9 +104,14 @@ def calls_around(rank, one):
 def items_left_out(run):
     """drop_last leaves out items in an evaluation.
 
-    Looks alike, and is right: an evaluation with the loader of the training.
+    Looks alike, and is right: an evaluation with the loader of the training. Where a sampler deals
+    out one set, what another rank gets is not left out.
     """
     for loader in run.evaluation_loaders():
+        dealt_out = loader.firsts[0].start.replicas is None and all(
+            each.takes_a_part for each in loader.firsts
+        )
+        rows_of_all = sum(each.progress.rows for each in loader.firsts)
         for rank, passes in loader.passes.items():
             first = passes[0]
             start, rows = first.start, first.progress.rows
@@ -98,7 +120,7 @@ def items_left_out(run):
             }
             if start.loader_object in trains_with or not rows:
                 continue
-            rest = (start.share or 0) - rows
+            rest = (start.share or 0) - (rows_of_all if dealt_out else rows)
             drops = first.progress.exhausted and start.drop_last
             if drops and rest > 0:
                 yield Found(
@@ -184,7 +206,7 @@ def figures_stay_apart(run):
     """Each rank evaluates a share, and no rank gets anything of the others' figures.
 
     Looks alike, and is right: ranks that split the model, a run that was cut, the whole set in an
-    order of its own, figures that are put together some steps later.
+    order of its own, figures that are put together some steps later, or in files.
     """
     if run.may_split_the_model or run.cut:
         return
@@ -195,7 +217,7 @@ def figures_stay_apart(run):
         if all(each.items is not None and each.items == each.start.length for each in firsts):
             continue
         exchanges = [Exchanges(run.ranks[rank], of) for rank, of in loader.passes.items()]
-        if any(each.puts_figures_together for each in exchanges):
+        if any(each.puts_figures_together for each in exchanges) or in_files(run, loader):
             continue
         what = "nothing puts the ranks' figures together"
         if all(len(each.counts) > 1 for each in exchanges):
@@ -264,6 +286,27 @@ class Exchanges:
     def puts_figures_together(self):
         """Whether most of the passes have told something, or there is a call for all of them."""
         return self.at_any_time or len(self.told) > len(self.passes) / 2
+
+
+def in_files(run, loader):
+    """Return whether the first rank reads what each other one has written, since they evaluate."""
+    reader, *writers = sorted(loader.passes)
+    since = min(passes[0].start.time for passes in loader.passes.values())
+    others = [each for each in run.ranks[reader].records(OtherFile) if each.is_read]
+    loads = [*run.ranks[reader].records(Load), *others]
+    read = {each.path for each in loads if each.path is not None and each.time > since}
+    return all(read & written_by(run.ranks[writer], since) for writer in writers)
+
+
+def written_by(rank, since):
+    """Return the paths of the files that a rank has written since a time, under their last names.
+
+    since: as Record.time. A file that was moved has both names.
+    """
+    others = [each for each in rank.records(OtherFile) if not each.is_read]
+    saves = [each for each in rank.records(Save) if each.path is not None]
+    paths = {each.path for each in [*saves, *others] if each.time > since}
+    return paths | {move.path for move in rank.records(Move) if move.source in paths}
 
 
 def tells_of_others(call):

@@ -4,6 +4,7 @@ from ..findings import Found, Question, rule
 from ..records.model import Buffers, Wrapped
 from ..records.optimizer import Plateau
 from ..words import differ, most, on_each
+from .evaluation import loaders_of_all_ranks
 from .pages import AGREE, CLIP, SILENT
 
 
@@ -47,8 +48,13 @@ def group_of_one(run):
 
 @rule()
 def own_batch_norm(run):
-    """DDP broadcasts no buffers: each rank's BatchNorm keeps means of its own."""
-    for wrapped in run.wrapped.values():
+    """DDP broadcasts no buffers: each rank's BatchNorm keeps means of its own.
+
+    Looks alike, and is right: the script averages them before each evaluation.
+    """
+    for place, wrapped in enumerate(run.wrapped.values()):
+        if evaluate_with_equal_means(run, place):
+            continue
         own = wrapped.has_batch_norm and not wrapped.sends_buffers
         if own and len(wrapped.group) > 1:
             yield Question(
@@ -57,6 +63,22 @@ def own_batch_norm(run):
                 "rank 0's are saved: average them before, or SyncBatchNorm",
                 "pitfalls/small_batch_norm.py",
             )
+
+
+def evaluate_with_equal_means(run, place):
+    """Return whether the ranks' BatchNorms have equal means in all evaluations of all ranks.
+
+    place: of the DDP object among those that were made.
+    """
+    rows = [
+        [each.progress.modes_after[place : place + 1] for each in row]
+        for loader in loaders_of_all_ranks(run)
+        for row in zip(*loader.passes.values(), strict=False)
+    ]
+    norms = [[mode.norms for modes in row for mode in modes] for row in rows]
+    return bool(norms) and all(
+        len(row) == len(run.ranks) and all(row) and not differ(row) for row in norms
+    )
 
 
 @rule(unless={"models"})

@@ -20,27 +20,6 @@ from lab import Lab
 from started import ACTIVE, PYTHON, ROOT, run, running, wait_until
 
 DAEMONS = ("slurmctld", "slurmd")
-CONFIGURATION = """
-ClusterName=lab
-SlurmctldHost=node1(10.77.0.1)
-SlurmUser=root
-AuthType=auth/none
-CredType=cred/none
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SlurmdParameters=config_overrides
-SchedulerParameters=sched_interval=1,bf_interval=2,batch_sched_delay=0
-ReturnToService=2
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldPidFile={folder}/slurmctld.pid
-NodeName=node[1-2] NodeAddr=10.77.0.[1-2] CPUs=2 RealMemory=4000
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
 # Commands in the place of Slurm's; and python, which without PYTHON finds no snapshot to look at.
 FAKES = {
     "scontrol": 'echo "scontrol $*" >>calls; [[ $2 != job ]] || echo "$SHOWN"; echo node1',
@@ -118,7 +97,8 @@ def slurm(tmp_path):
     with Lab(tmp_path) as lab, tempfile.TemporaryDirectory() as folder:  # short: it holds sockets
         os.mkdir(f"{folder}/state")
         lab.env["SLURM_CONF"] = f"{folder}/slurm.conf"
-        pathlib.Path(lab.env["SLURM_CONF"]).write_text(CONFIGURATION.format(folder=folder))
+        configuration = (ROOT / "tests/slurm.conf").read_text().format(folder=folder)
+        pathlib.Path(lab.env["SLURM_CONF"]).write_text(configuration)
         lab.start("node1", "slurmctld", "-D")
         for node in ("node1", "node2"):
             lab.start(node, "slurmd", "-D", "-N", node)

@@ -4,7 +4,6 @@ from ..findings import Found, Question, rule
 from ..records.model import Buffers, Wrapped
 from ..records.optimizer import Plateau
 from ..words import differ, most, on_each
-from .evaluation import loaders_of_all_ranks
 from .pages import AGREE, CLIP, SILENT
 
 
@@ -72,7 +71,8 @@ def evaluate_with_equal_means(run, place):
     """
     rows = [
         [each.progress.modes_after[place : place + 1] for each in row]
-        for loader in loaders_of_all_ranks(run)
+        for loader in run.evaluation_loaders()
+        if len(loader.passes) == len(run.ranks)
         for row in zip(*loader.passes.values(), strict=False)
     ]
     norms = [[mode.norms for modes in row for mode in modes] for row in rows]

@@ -92,7 +92,7 @@ def train(device, args):
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
     # The proofs, which all ranks call.
-    compare_gradients(model, loader, device)  # not for layers of training only
+    compare_gradients(model, loader, device)  # delete it if evaluation skips layers
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
 
@@ -132,7 +132,7 @@ def evaluate(model, test_set, device):
 
 
 def compare_gradients(model, loader, device):
-    """Compare DDP's gradient with that of the whole batch."""
+    """Compare DDP's gradient with the whole batch's, relative to its largest number."""
 
     def gradient(net, images, labels):
         net.zero_grad()
@@ -144,7 +144,7 @@ def compare_gradients(model, loader, device):
     whole = gradient(alone, torch.cat(gathered(images)), torch.cat(gathered(labels)))
     own, ddp = gradient(alone, images, labels), gradient(model, images, labels)
     errors = torch.stack([(own - whole).abs().max(), (ddp - whole).abs().max()]) / whole.abs().max()
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)  # of all ranks; 1 is the largest gradient
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)  # the largest of all ranks
     log(f"gradient of a rank on its own images: differs from the whole batch's by {errors[0]:.1e}")
     log(f"gradient that DDP leaves on each rank: differs from the whole batch's by {errors[1]:.1e}")
     if not errors[1] < 1e-3:

@@ -36,7 +36,7 @@ def main():
         model(inputs[:2].to(device)).sum().backward()
 
     # Part 5: train. The models stay equal, so one process, rank 0, prints.
-    for epoch in range(now["step"], 5):  # it counts what is done: here, epochs
+    for epoch in range(now["step"], 5):  # step counts what is done: epochs, here
         sampler.set_epoch(epoch)  # another order in each epoch
         survive.seed(0, epoch, dist.get_rank())  # dropout, augmentation
         model.train()

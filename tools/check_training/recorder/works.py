@@ -42,9 +42,8 @@ class Works:
     """The Work objects that nobody has asked."""
 
     followed: dict[int, weakref.ref] = field(default_factory=dict)  # {id of each: it}
-    forgotten: list[AsyncCall] = field(
-        default_factory=list
-    )  # of those that are gone, not noted yet
+    # The calls whose Work is gone, and which are not noted yet.
+    forgotten: list[AsyncCall] = field(default_factory=list)
     noted: int = 0
 
 

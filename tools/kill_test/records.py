@@ -157,9 +157,8 @@ class Run:
     results: list[Result] = field(default_factory=list)
     bars: set[Bar] = field(default_factory=set)  # all that were drawn
     resumed: list[PrintedLine] = field(default_factory=list)  # the lines that match --resumed
-    tracebacks: set[str] = field(
-        default_factory=set
-    )  # who prints one now, "[rank1]: "; "": no name
+    # Who prints a traceback now, "[rank1]: "; "": no name.
+    tracebacks: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -834,14 +834,14 @@ ORDINARY, TRAINER = "template/trainer/before.py", "template/trainer/after.py"
     ("one", "other", "lines", "name"),
     [
         (MANY, LEAST, "-U2", "template/least.diff"),
-        (BEFORE, AFTER, "-U1", "from an ordinary script to one that survives"),
-        (ORDINARY, TRAINER, "-U1", "from a Trainer class to one that survives"),
+        (BEFORE, AFTER, "-U1", "template/example/after.diff"),
+        (ORDINARY, TRAINER, "-U1", "template/trainer/after.diff"),
     ],
 )
 def test_the_diff_leads_from_one_script_to_the_other(one, other, lines, name):
     command = ["git", "diff", "--no-index", lines, ROOT / one, ROOT / other]
     diff = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    block = (ROOT / name).read_text() if name.endswith(".diff") else shown.block(name)
+    block = (ROOT / name).read_text()
     assert block.startswith("@@ ") and block in diff and diff.endswith(block)
 
 

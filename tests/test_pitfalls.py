@@ -164,5 +164,5 @@ def test_stale_addresses_cured(tmp_path):
 def test_every_pitfall_has_its_row():
     page = (ROOT / "pitfalls/README.md").read_text()
     for name in TEXTS:
-        rows = re.findall(rf"^\|.+\| \[{name}\]\({name}.py\)", page, re.MULTILINE)
+        rows = re.findall(rf"^\| .+ \[{name}\]\({name}\.py\) \|$", page, re.MULTILINE)
         assert len(rows) == 1, f"{name} has {len(rows)} rows in pitfalls/README.md"

@@ -18,18 +18,27 @@ def page(text, rows, trainers):
 
 
 def right(rows, known):
-    """Yield the lines of the table of right scripts."""
+    """Yield the lines of the table of right scripts: one for each script, and one more for each way
+    to start it of which something else is said."""
     yield "| Script | check_training says | kill_test says | Why |"
     yield "|---|---|---|---|"
-    for row in rows:
-        if row["mistake"] or "with" not in row:
-            continue
-        trainer = known[row["trainer"]]
-        name = trainer.title + (row["way"] and f", {row['way']}")
-        script = f"[{name}](../tests/trainers/{trainer.script})"
+    tried = [row for row in rows if not row["mistake"] and "with" in row]
+    for row in tried:
         said = sentences(row["said"], "nothing found")
+        same = [
+            other["way"]
+            for other in tried
+            if (other["trainer"], sentences(other["said"], "nothing found"))
+            == (row["trainer"], said)
+        ]
+        if row["way"] != same[0]:
+            continue  # it stands in the row of another way
+        trainer = known[row["trainer"]]
+        script = f"[{trainer.title}](../tests/trainers/{trainer.script})"
+        ways = [way for way in same if way]
+        name = script + (f", also with {', '.join(ways)}" if ways else "")
         killed = verdict(row) or "not tried"
-        yield cells(script, said, killed, trainer.why if "kill" in row else "")
+        yield cells(name, said, killed, trainer.why if "kill" in row else "")
     packages = {}
     for row in rows:
         packages |= row["versions"]
@@ -53,9 +62,19 @@ def expected(each, trainer):
 
 
 def sentences(said, nothing):
-    """Return what check_training said, each sentence with its level."""
+    """Return what check_training said, each sentence with its level, and most without its place."""
     words = {"found": "found", "asked": "question"}
-    return "<br>".join(f"{words[each['level']]}: {each['what']}" for each in said) or nothing
+    return (
+        "<br>".join(f"{words[each['level']]}: {without_places(each['what'])}" for each in said)
+        or nothing
+    )
+
+
+def without_places(sentence):
+    """Return it without the lines of the script, and without places in brackets: they say little
+    to somebody who has another script."""
+    sentence = re.sub(r" of \w+, from [\w.]+\.py:\d+", "", sentence)
+    return re.sub(r" \([\w.]+\.py:\d+\)", "", sentence)
 
 
 def verdict(row):

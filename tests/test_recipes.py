@@ -104,20 +104,15 @@ def test_runs_on_another_number_of_ranks_and_as_on_a_gpu(tmp_path, name):
     ).ok()
 
 
-def test_the_table_of_the_recipes_is_what_they_show():
-    """A row for each: its question; and no figure that its own output does not have."""
+def test_the_table_of_the_recipes_has_each_question():
     table = re.findall(
-        r"^\| (.+\?) \| (.+) \| \[(\w+)\]\((\w+)\.py\) \| (.+) \| (.*) \|$",
+        r"^\| (.+\?) \| (.+) \| \[(\w+)\]\((\w+)\.py\) \|$",
         (ROOT / "recipes/README.md").read_text(),
         re.MULTILINE,
     )
-    assert sorted(name for _, _, name, _, _, _ in table) == NAMES
-    for question, answer, name, file, right, wrong in table:
+    assert sorted(name for _, _, name, _ in table) == NAMES
+    for question, answer, name, file in table:
         assert docstring(name).startswith(f"{question}\n") and file == name and answer
-        shown = " ".join(shown_output(name))
-        cells = f"{right} {wrong}".replace("sha256", "")
-        for figure in re.findall(r"\d[\d.]*(?:e[+-]\d+)?%?", cells):
-            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", shown), (name, figure)
 
 
 def test_a_recipe_is_a_proof_and_no_more():

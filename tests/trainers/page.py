@@ -46,14 +46,18 @@ def right(rows, known):
 
 
 def mistakes(rows, known):
-    """Yield the lines of the table of mistakes."""
-    yield "| Trainer | What is wrong | check_training says |"
-    yield "|---|---|---|"
-    for row in rows:
-        if row["mistake"] and "with" in row:
-            trainer = known[row["trainer"]]
-            more = [each for each in row["said"] if not expected(each, trainer)]
-            yield cells(trainer.title, row["wrong"], sentences(more, "nothing"))
+    """Yield the lines of the table of mistakes: a row for each trainer, a column for each level."""
+    yield "| Trainer | found | question | nothing |"
+    yield "|---|---|---|---|"
+    for trainer in known.values():
+        wrong = {"found": [], "asked": [], "nothing": []}
+        for row in rows:
+            if row["trainer"] == trainer.name and row["mistake"] and "with" in row:
+                more = [each["level"] for each in row["said"] if not expected(each, trainer)]
+                level = min(more, key=["found", "asked"].index, default="nothing")
+                wrong[level].append(row["wrong"])
+        if any(wrong.values()):
+            yield cells(trainer.title, *(";<br>".join(each) or "-" for each in wrong.values()))
 
 
 def expected(each, trainer):

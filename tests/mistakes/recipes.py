@@ -1,4 +1,21 @@
-"""One mistake at a time, in a recipe, for test_recipes.py."""
+"""One mistake at a time, in a recipe, for test_recipes.py; and what a new recipe needs.
+
+It needs no test function. It is a proof on a CPU: dist.init_process_group("gloo"), no choice of a
+device, no options, and at most 375 lines. Its right way's function holds the lines of the answer,
+and stands beside the wrong ways. It ends with a RuntimeError if its claim does not hold.
+
+Its docstring begins with the question and an empty line. Then come the answer, as indented code,
+the explanation, the command on a line of its own, and lines of the output, [rank 0/2] ..., which
+test_recipes.py compares. These must be there, too:
+
+- tests/pasted/my_recipe.py: a plain script with a line "# PASTE" where the recipe's answer goes,
+  which fails if the answer does not work. It sees what pasted/plain.py defines, moves its own
+  tensors and models .to(device), and takes a step of an optimizer where the answer trains;
+- in recipes/README.md, its row, with the docstring's question;
+- in BROKEN, below, a row: the recipe's name, a pattern of the RuntimeError's message, the text that
+  makes the recipe right (it must occur once), and what takes its place;
+- in SLOW of test_recipes.py, its name, if it takes more than two seconds.
+"""
 
 # Changes with which the broken recipes are quicker.
 SMALL = {

@@ -6,6 +6,14 @@
 An LSTM sees a text in windows of 6 bits, and learns the bit of 2 places ago. For the first two of a
 window, it needs its state of the window before. Truncated backpropagation, SGD by hand, and a
 learning rate that is a plain number.
+
+Other states of each rank's own:
+- A replay memory is one tensor on each rank, a row for each transition. Save
+  memory=survive.gathered(rows). After load, a rank takes
+  torch.cat(now["memory"]).tensor_split(world_size)[rank].
+- Of environments, save one list of all, sum(survive.gathered(mine), []): of each its state,
+  generator, count of steps and last observation. A rank takes its part.
+- Of a place in a stream, rank r takes entry r, or begins anew.
 """
 
 import math

@@ -1,7 +1,7 @@
 """tools/check_training.py names silent mistakes with their line, accuses no right script, and
 changes nothing in what it watches.
 
-The scripts run in forked processes, with the recorder in them; two tests start the command itself.
+The scripts run in forked processes, with the recorder in them; some tests start the command itself.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, 
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_training import clocks, findings, gaps, lines, reading, rules, times
+from check_training import clocks, findings, gaps, lines, reading, report, rules, times
 from check_training.records.process import Joined
-from check_training.records.times import Gap, Span, StepTimes
+from check_training.records.times import Gap, GpuPart, GpuTimes, Span, StepTimes
 from mistakes.records import CASES, a_pass, run_of
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
@@ -85,7 +85,8 @@ def said(folder, without=None):
     found = findings.judge_all(records, asked).findings
     if without != "times" and records.runs:
         run = records.runs[-1]
-        found += times.findings_of(times.parts_of_steps(times.aligned(run)))
+        steps = times.aligned(run)
+        found += report.findings_of_steps(run, steps, times.parts_of_steps(steps))
         found += gaps.findings_of(run, gaps.pauses_of(run))
     words = {findings.Found: "found", findings.Question: "question"}
     text = "\n".join(f"{words[type(each)]}: {each.what}\n  {each.why}" for each in found)
@@ -151,6 +152,23 @@ def test_what_is_said_of_pauses():
     assert paused([0, 0.9, 1], pauses=2)[0] == paused([0, 0.9, 1], seconds=0.15)[0] == []
 
 
+@pytest.mark.parametrize(
+    ("exchange", "rest", "pattern"),
+    [
+        ([0.009, 0.001], 0.001, "rank 0 waits for rank 1 in 80%"),
+        ([0.009, 0.009], 0.001, "the GPU is in the exchange for 90%"),
+        ([0.001, 0.001], 0.009, "the GPU is in none of the parts for 90%"),
+        ([0.001, 0.001], 0.003, "$"),
+    ],
+)
+def test_what_is_said_of_gpus(exchange, rest, pattern):
+    parts = [[GpuPart("exchange", seconds), GpuPart("rest", rest)] for seconds in exchange]
+    ranks = [[GpuTimes(0.0, n, each) for n in range(25, 105, 10)] for each in parts]
+    said = report.findings_of_steps(run_of(*ranks), {}, {0: {}, 1: {}})
+    assert re.match(pattern, "".join(each.what for each in said)), said
+    assert report.findings_of_steps(run_of(*(each[:7] for each in ranks)), {}, {0: {}, 1: {}}) == []
+
+
 @pytest.mark.parametrize("backwards", [0, 4])
 def test_the_loader_of_an_evaluation_is_not_waited_for_in_a_step(backwards):
     """It takes three seconds of four, in a pass without backward() and in one with some."""
@@ -176,15 +194,9 @@ def test_the_bits_stay_and_a_recorder_that_fails_steps_aside(tmp_path):
         else:
             records, result = watched(folder, {}, broken=how == "broken")
             assert len(reading.read(records).failures) == 2 * (how == "broken")
-        outputs.append(
-            (
-                result.status,
-                result.output,
-                hashlib.sha256(
-                    b"".join(t.numpy().tobytes() for t in torch.load(folder / "model.pt").values())
-                ).hexdigest(),
-            )
-        )
+        weights = torch.load(folder / "model.pt").values()
+        bits = hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights)).hexdigest()
+        outputs.append((result.status, result.output, bits))
     assert outputs[0][0] == 0 and outputs[0] == outputs[1] == outputs[2]
 
 
@@ -403,7 +415,7 @@ def test_the_command_with_a_slow_rank(tmp_path):
             TWO,
             {"group(backend)": "group('none')"},
             1,
-            r"(?s)fails, with status 1.*\(many_proc\w+.py:",
+            r"(?s)fails, with status 1.*\(many_pr\w+.py:",
         ),
         (
             TWO,
@@ -423,9 +435,8 @@ def test_the_command(tmp_path, command, changes, status, text):
 @LONG
 def test_ctrl_c_ends_all_processes(tmp_path):
     variant(tmp_path, BASE, {"range(5)": "range(10**9)"})
-    with running(
-        PYTHON, CHECK, "--", *TWO, cwd=tmp_path, env={**ACTIVE, "TMPDIR": str(tmp_path)}
-    ) as process:
+    env = {**ACTIVE, "TMPDIR": str(tmp_path)}
+    with running(PYTHON, CHECK, "--", *TWO, cwd=tmp_path, env=env) as process:
         read_until(process, "epoch 3")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)

@@ -58,6 +58,16 @@ def before(old, *new):
     return {old: after(old, *new)[old].removeprefix(old) + old}
 
 
+def on_a_gpu(seconds):
+    """Let a pretended GPU take so many seconds in forward and backward, and wait for it at last."""
+    work = {GELU: f"pretended_gpu.Work({seconds}),", "range(5)": "range(7)"}
+    return (
+        before(GROUP, "from mistakes import pretended_gpu")
+        | work
+        | after(STEP, "pretended_gpu.wait()")
+    )
+
+
 def evaluate(arguments, mode="model.eval()"):
     return before(
         REDUCE,
@@ -1130,6 +1140,36 @@ MISTAKES = {
         after(STEP, "import time; time.sleep(0.1 * dist.get_rank())"),
         "times",
         "found: rank 0 waits for rank 1 .*\n.*longer in its own code",
+        None,
+        False,
+    ),
+    "slow GPU of a rank": (
+        on_a_gpu("0.001 + 0.01 * dist.get_rank(), 0.001"),
+        "times",
+        r"found: rank 0 waits for rank 1 in .*\n  rank 1 takes (9|1\d)\.\d ms longer in forward",
+        None,
+        False,
+    ),
+    "slow loader of a rank with a GPU": (
+        on_a_gpu("0.001, 0.001")
+        | before(
+            DATA,
+            "import time",
+            "class Slow(TensorDataset):",
+            "    def __getitem__(self, place):",
+            "        time.sleep(0.0003 * dist.get_rank())",
+            "        return super().__getitem__(place)",
+        )
+        | {"TensorDataset(inputs": "Slow(inputs"},
+        "times",
+        r"found: rank 0 waits for rank 1 in \d\d% .*\n  rank 1 takes .* ms longer in loading",
+        None,
+        False,
+    ),
+    "a GPU that waits for Python": (
+        on_a_gpu("0.001, 0.001") | {LOSS: f"            import time; time.sleep(0.01)\n{LOSS}"},
+        "times",
+        r"question: the GPU is in none of the parts for \d\d% of a step of \d+\.\d ms",
         None,
         False,
     ),

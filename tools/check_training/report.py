@@ -5,7 +5,7 @@ import pathlib
 import textwrap
 from dataclasses import dataclass, replace
 
-from . import gaps, machines, times
+from . import gaps, gpu_times, machines, times
 from .findings import Found, judge_all
 from .records.files import Save
 from .records.model import Buffers
@@ -44,10 +44,10 @@ def put_together(records, watched, seconds, stall):
         table = times.parts_of_steps(steps)
         lines += machines.lines_of(longest)
         lines += times.lines_of(longest, table, busy=watched.here)
+        lines += gpu_times.lines_of(longest, gpu_times.parts_of_steps(longest, steps))
         pauses = gaps.pauses_of(longest)
         lines += gaps.lines_of(longest, pauses)
-        on = {rank: longest.machine_of(rank) for rank in longest.ranks}
-        of_time = [*times.findings_of(table, on), *gaps.findings_of(longest, pauses)]
+        of_time = [*findings_of_steps(longest, steps, table), *gaps.findings_of(longest, pauses)]
         of_time = [machines.with_names(each, longest) for each in of_time]
         findings += [each for each in of_time if each not in findings]
     end = how_it_ended(records, watched, stall)
@@ -68,6 +68,23 @@ def put_together(records, watched, seconds, stall):
     status = int(found or not all_ranks(records))
     can_be_drawn = longest is not None and longest.first.steps_taken > 4
     return Report(with_places(findings), lines, steps if can_be_drawn else None, status)
+
+
+def findings_of_steps(run, steps, table):
+    """Return what is found of the time of the steps, on the CPUs and on the GPUs of a run.
+
+    steps: as times.aligned() returns it. table: as times.parts_of_steps() does.
+    """
+    on = {rank: run.machine_of(rank) for rank in run.ranks}
+    table_of_gpus = gpu_times.parts_of_steps(run, steps)
+    found = [*times.findings_of(table, on)]
+    if gpu_times.on_gpus(run):
+        # The CPU does not stay in an exchange of GPUs, and its own code may be a wait for them.
+        found = [each for each in found if isinstance(each, Found)]
+    if times.steps_in(table_of_gpus) >= gpu_times.LEAST:
+        of_gpus = gpu_times.findings_of(table_of_gpus, table, on)
+        found = [*times.shares_of_ranks(table), *of_gpus]
+    return found
 
 
 def longest_run(records):

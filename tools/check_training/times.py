@@ -97,8 +97,16 @@ def parts_of_steps(steps_of_ranks):
     noted = {rank: noted_parts(steps) for rank, steps in steps_of_ranks.items()}
     common = set.intersection(*(set(steps) for steps in noted.values())) if noted else set()
     calm = {number for number in common if number >= 30 and number % 10}
+    return table_of(noted, sorted(calm if len(calm) > 19 else common))
+
+
+def table_of(noted, numbers):
+    """Return {rank: {step: {part: seconds}}} of some steps, with the parts of COLUMNS, and WHOLE.
+
+    noted: {rank: {step: {part: seconds}}}, with the parts of records.times, and WHOLE.
+    """
     table = {rank: {} for rank in noted}
-    for number in sorted(calm if len(calm) > 19 else common):
+    for number in numbers:
         rows = {rank: steps[number] for rank, steps in noted.items()}
         exchange = sum(
             min(row[part] for row in rows.values()) for part in ("exchange", "collective")
@@ -171,13 +179,13 @@ def lines_of(run, table, busy=True):
         )
 
 
-def line_of(rank, steps):
-    """Return a rank's line of the table. steps: {step: {part: seconds}}."""
+def line_of(rank, steps, shown=COLUMNS):
+    """Return a rank's line of the table. steps: {step: {part: seconds}}. shown: parts."""
     medians = medians_of(steps)
     totals = sorted(row[WHOLE] for row in steps.values())
     left_out = len(totals) // 20  # at each end
     spread = f"{milliseconds(totals[left_out])} to {milliseconds(totals[-1 - left_out])}"
-    columns = [f"{milliseconds(medians[name]):>{2 + len(name)}}" for name in COLUMNS]
+    columns = [f"{milliseconds(medians[name]):>{2 + len(name)}}" for name in shown]
     return f"{rank:4} {milliseconds(statistics.median(totals)):>7} {spread:>15}{''.join(columns)}"
 
 
@@ -193,11 +201,17 @@ def findings_of(table, machines=None):
     """
     if steps_in(table) < LEAST:
         return
-    for rank in table:
-        yield from large_shares(rank, table[rank])
+    yield from shares_of_ranks(table)
     machines = machines or dict.fromkeys(table, "")
     yield from waits(table, machines)
     yield from large_parts(medians_of(table[min(table)]), len({*machines.values()}) > 1)
+
+
+def shares_of_ranks(table):
+    """Yield what is found of the loaders and the saves of all ranks, if there are enough steps."""
+    if steps_in(table) >= LEAST:
+        for rank, steps in table.items():
+            yield from large_shares(rank, steps)
 
 
 def large_shares(rank, steps):
@@ -219,13 +233,13 @@ def large_shares(rank, steps):
         )
 
 
-def waits(table, machines):
+def waits(table, machines, least=20):
     """Yield a finding for each rank for which others wait in most steps, or for each such machine.
 
-    machines: {rank: name of its machine}.
+    machines: {rank: name of its machine}. least: so many steps are needed.
     """
     shares = {rank: typical_share(steps) for rank, steps in table.items()}
-    waiting = [rank for rank, share in shares.items() if share > 0.3 and len(table[rank]) >= 20]
+    waiting = [rank for rank, share in shares.items() if share > 0.3 and len(table[rank]) >= least]
     by_last = collections.defaultdict(list)  # {(the ranks that come last): [ranks that wait]}
     for rank in waiting:
         last = last_in_most_steps(rank, table, machines)

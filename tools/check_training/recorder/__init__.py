@@ -13,6 +13,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     fingerprints.py    which tensors may be read, and their checksums
     counters.py        what the process has done so far, where several subjects ask for that
     times.py           where the time of a step goes
+    gpu_times.py       and where on a GPU, by its own clock
     process.py         joining and leaving the group, collective calls
     totals.py          running totals that are summed in place
     works.py           calls with async_op=True for which nobody waits

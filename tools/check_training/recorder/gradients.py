@@ -7,10 +7,10 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import Clip, ThrownAway
-from . import graphs, model, optimizer, times
+from . import gpu_times, graphs, model, optimizer, times
 from .counters import counters
 from .fingerprints import looked_at, readable, tensors_in
-from .hooks import RAISED, after, around
+from .hooks import RAISED, after, around, safely
 from .notebook import count, note, now, stand, stand_no_more
 from .script_lines import where
 from .times import span
@@ -34,14 +34,17 @@ def backward(args, kwargs):
     ready, handle = [], None
     root = next(tensors_in(args[:1] or [kwargs.get("tensors")]), None)
     graphs.mark(root)
-    if root is not None and root.requires_grad and model.state.exchanges and times.state.timed:
+    is_measured = times.state.timed or gpu_times.state.thread is not None
+    if root is not None and root.requires_grad and model.state.exchanges and is_measured:
         handle = root.register_hook(_reports_the_end(ready))
     counters.backwards += 1
     model.state.waiting = max(0, model.state.waiting - 1)
     stand("backward", counters.backward_line)
+    gpu_times.begins("backward")
     begin = now()
     result = yield
     end = now()
+    gpu_times.ends()
     if handle is not None:
         handle.remove()
     if ready:
@@ -65,6 +68,7 @@ def _reports_the_end(ready):
 
     def all_is_computed():
         ready.append(now())
+        safely(gpu_times.goes_over_to, "exchange")
 
     def begins(gradient):
         torch.autograd.Variable._execution_engine.queue_callback(all_is_computed)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ..records.data import Mode
 from ..records.model import BareCall, Buffers, Forward, Wrapped
+from . import gpu_times
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, random_state, readable, tensors_in
 from .hooks import after, around, safely
@@ -131,7 +132,9 @@ def forward(args, kwargs):
         turned = turned or known.left_out != had_left_out
     stand("forward", line)
     stretch = begins("forward", now())
+    gpu_times.begins("forward")
     yield
+    gpu_times.ends()
     ended(stretch, now())
     stand("")
     if not looked and not turned:

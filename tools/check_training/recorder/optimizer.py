@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
-from . import graphs, model, shards
+from . import gpu_times, graphs, model, shards
 from . import parameters as model_parameters
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, prints, readable
@@ -181,6 +181,7 @@ def begin_step(optimizer, args, kwargs):
         else:
             instead = args, {**kwargs, "closure": looking_after(closure, look)}
     known.begun = now()
+    gpu_times.begins("optimizer")
     return instead
 
 
@@ -226,6 +227,8 @@ def _choose_main(known):
 def describe(optimizer, known, parameters):
     """Note the parameters of an optimizer, by DDP's names where they are DDP's."""
     known.listed = len(parameters)
+    if known.key == state.main:
+        gpu_times.state.device = gpu_times.device_of(parameters)
     if {type(each) for each in parameters} - {torch.nn.Parameter, torch.Tensor}:
         uses("shards")
     float64 = any(each.dtype == torch.float64 for each in parameters)
@@ -329,6 +332,7 @@ def end_step(optimizer):
     if known is None or known.begun is None:
         return
     span("optimizer", known.begun, end)
+    gpu_times.ends()
     known.begun = None
     if looked_at(known.step + 1):
         _watch_gradients(optimizer, known)
@@ -342,6 +346,7 @@ def end_step(optimizer):
         other.others += other is not known
     model.state.two_forwards, model.state.waiting, model.state.called = False, 0, set()
     if known.key == state.main:
+        gpu_times.step_ended(number)
         step_ended(number, end)
 
 

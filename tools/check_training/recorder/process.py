@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, Joined, Left
-from . import machine, model, optimizer, passes, totals, works
+from . import gpu_times, machine, model, optimizer, passes, totals, works
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -126,6 +126,7 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
+    gpu_times.note_what_is_done()
     works.note_forgotten()
     note(Left, steps=optimizer.steps(), error=_error())
 
@@ -203,8 +204,10 @@ def collective(name, args, kwargs):
     if name == "all_reduce" and number < MOST_CALLS:
         given = totals.numbers_of_a_sum(args, kwargs, optimizer.steps())
     stand(name, fields["line"])
+    gpu_times.begins("collective")
     begin = now()
     result = yield
+    gpu_times.ends()
     counters.phase += 1
     failed = result is RAISED
     span("collective", begin, now())

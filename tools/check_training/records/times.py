@@ -48,3 +48,23 @@ class Gap(Record):
     begin: Moment | None  # when the step before it ended
     end: Moment
     spans: list[Span]  # those of more than LONG seconds
+
+
+@dataclass(slots=True)
+class GpuPart:
+    """How long the GPU was in one part of a step."""
+
+    part: str  # a name in PARTS; "rest": between them
+    seconds: float  # by the GPU's own clock
+
+
+@dataclass(slots=True)
+class GpuTimes(Record):
+    """Where the time of a step went on the GPU, by its own clock. One step of ten is noted.
+
+    The CPU only hands work to the GPU, and goes on: StepTimes do not tell when it is done. What the
+    GPU waits for, in a part or between two, is in these seconds, too.
+    """
+
+    number: int  # as in StepTimes
+    parts: list[GpuPart]

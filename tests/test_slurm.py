@@ -183,11 +183,11 @@ def test_check_training_under_srun(tmp_path, slurm):
 
 
 @pytest.mark.long
-def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
+def test_torchx_starts_the_template_and_writes_jobs(tmp_path):
     """launch/README.md's commands as they stand, but for the first, which installs."""
     pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
-    for name in ("02_torchrun_elastic.py", "03_multinode.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    shutil.copy(ROOT / "03_multinode.py", tmp_path)
+    shutil.copytree(ROOT / "template", tmp_path / "template")
     install, commands = shown.block("torchx").split("\n", 1)
     assert install.startswith("pip install ")
     result = run(
@@ -197,9 +197,12 @@ def test_torchx_starts_02_and_writes_jobs_that_start_03(tmp_path):
     assert re.search(r"\[rank 0/2\] 2 replicas are identical, sha256 \w{12}", here), here
     torchrun = (
         r"torchrun --rdzv_backend c10d --rdzv_endpoint \$\{\w+:=localhost\}:29500"
-        r" --rdzv_id .*? --nnodes 2 --nproc_per_node 8 .*? 03_multinode.py 50 10"
+        r" --rdzv_id .*? --nnodes 2 --nproc_per_node 8 .*? "
     )
-    for scheduler in slurm.partition("#!/bin/bash\n")[2], kubernetes:
-        assert len(re.findall(torchrun, " ".join(scheduler.split()))) == 2, scheduler
+    for scheduler, script in (
+        (slurm.partition("#!/bin/bash\n")[2], "03_multinode.py 50 10"),
+        (kubernetes, "template/train.py 6000 1000 --snapshot-path /jobs/train.pt"),
+    ):
+        assert len(re.findall(torchrun + script, " ".join(scheduler.split()))) == 2, scheduler
     assert slurm.count("--mem=64000 --gpus-per-task=8") == 2
     assert "schedulerName: volcano" in kubernetes and "nvidia.com/gpu" in kubernetes

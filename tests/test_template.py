@@ -965,15 +965,9 @@ def in_a_folder(tmp_path):
         ("template: the least", "1 of 1 rounds ended equal"),
         ("columns", "step 300: loss 0.0"),
         ("trainer", "best 3.* sha256"),
-        (
-            "template: torchx",
-            r"2 replicas are identical(.|\n)*REQUEST((.|\n)*train.py 6000 1000 .*/train.pt){2}",
-        ),
     ],
 )
 def test_a_command_of_the_page(tmp_path, name, said):
-    if name == "template: torchx":
-        pytest.importorskip("torchx", reason="pip install -r requirements-dev.txt")
     command = shown.block(name).replace("--rounds 5", "--rounds 1")
     result = started.run("bash", "-euc", command, **in_a_folder(tmp_path))
     assert re.search(said, result.output), result.output

@@ -59,8 +59,8 @@ NOT_RUN = {
         "test_recipes.py and test_pitfalls.py run it, in forked processes"
     ),
     "python tests/one_gpu FOLDER( --write)?": "needs a GPU; test_pages.py runs it without one",
-    "python tests/trainers --(right|mistakes all|kill|page tools/trainers.md)": (
-        "needs the trainers' packages: a job of .github/workflows/tests.yml has them"
+    "python tests/trainers --page tools/trainers.md": (
+        "test_pages.py runs it on a copy of the page"
     ),
     "python tests/mutants.py 02 --count 40": "takes half an hour; it runs these tests",
     r"python exercises/\w+.py( --watch)?": "test_exercises.py runs it, with other functions",

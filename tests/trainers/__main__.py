@@ -1,6 +1,12 @@
 """Start the scripts of this folder under check_training and kill_test: what is said of each?
 
-    python tests/trainers [NAME ...] [--kill] [--out results.json]
+    python tests/trainers --right
+    python tests/trainers --mistakes all
+    python tests/trainers --kill
+    python tests/trainers --page tools/trainers.md
+
+Each command takes names of trainers, too. A run lasts 20 to 60 seconds on two cores, and kill_test
+takes some minutes for each script.
 
 Each script runs in a fresh folder, right and with each of its mistakes (catalogue.py). Without
 --kill, check_training watches it. With --kill, kill_test kills each right script, and its verdicts

@@ -22,10 +22,10 @@ from mistakes.check_training import BASE, DATA, GELU, MISTAKES, OTHERS, RANK_0, 
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
-from check_training import clocks, findings, gaps, lines, reading, report, rules, times
+from check_training import clocks, findings, gaps, lines, links, reading, report, rules, times
 from check_training.records.process import Joined
 from check_training.records.times import Gap, GpuPart, GpuTimes, Span, StepTimes
-from mistakes.records import CASES, a_pass, run_of
+from mistakes.records import CASES, LINKS, a_pass, run_of, run_of_machines
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 # As some packages do before they import torch: is it there?
@@ -167,6 +167,11 @@ def test_what_is_said_of_gpus(exchange, rest, pattern):
     said = report.findings_of_steps(run_of(*ranks), {}, {0: {}, 1: {}})
     assert re.match(pattern, "".join(each.what for each in said)), said
     assert report.findings_of_steps(run_of(*(each[:7] for each in ranks)), {}, {0: {}, 1: {}}) == []
+
+
+@pytest.mark.parametrize(("what", "sent", "slow"), LINKS)
+def test_a_slow_link_is_one_of_a_machine(what, sent, slow):
+    assert links.slow_machine(links.speeds_of(run_of_machines(sent))) == (slow and f"node{slow}")
 
 
 @pytest.mark.parametrize("backwards", [0, 4])

@@ -18,6 +18,8 @@ from check_training.records.process import (
     Forgotten,
     GroupMade,
     Joined,
+    Link,
+    Links,
     Machine,
     Started,
     Uses,
@@ -708,3 +710,36 @@ SETS += [
     ("batches_of_one_label", NOTHING, labelled(SORTED, first_items=2)),
 ]
 CASES = SETS + STEPS + GROUPS + NODES + ALONE
+
+
+# (what is seen, {from a machine to another one: (megabytes, seconds under way)}, the slow machine)
+LINKS = [
+    ("a ring", {"12": (90, 0.2), "23": (90, 9), "31": (90, 8)}, "3"),
+    (
+        "all to all",
+        {"12": (9e2, 1), "21": (9e2, 1), "13": (9e2, 9), "31": (9e2, 9), "32": (9e2, 5)},
+        "3",
+    ),
+    ("of two", {"12": (90, 9), "21": (90, 0.2)}, None),
+    ("one pair", {"12": (90, 0.2), "23": (90, 9), "31": (90, 0.2)}, None),
+    ("two machines of four", {"12": (90, 0.2), "23": (90, 9), "34": (90, 9), "41": (90, 9)}, None),
+    ("short messages, confirmed late", {"12": (90, 0.2), "23": (8, 9), "31": (7, 8)}, None),
+    ("alike", {"12": (90, 3), "23": (90, 9), "31": (90, 8)}, None),
+]
+
+
+def run_of_machines(links):
+    """Return the Run of a rank on each machine. links: as in LINKS, without addresses."""
+    names = sorted({name for pair in links for name in pair})
+    ranks = []
+    for number, name in enumerate(names):
+        machine = Machine(key=name, clock="", node=number, address="")
+        joined = Joined(0.0, number, len(names), 1, f"node{name}", 0, 2, [], machine)
+        sent = [
+            Link(f"10.0.0.{name}", f"10.0.0.{pair[1]}", int(1e6 * size), seconds)
+            for pair, (size, seconds) in links.items()
+            if pair[0] == name
+        ]
+        listening = [Link(f"10.0.0.{name}", "10.9.9.9", 0, 0.0)]  # somebody else's address
+        ranks.append(Rank([joined, Links(9.0, sent + listening)]))
+    return Run(ranks)

@@ -5,7 +5,7 @@ import pathlib
 import textwrap
 from dataclasses import dataclass, replace
 
-from . import gaps, gpu_times, machines, times
+from . import gaps, gpu_times, links, machines, times
 from .findings import Found, judge_all
 from .records.files import Save
 from .records.model import Buffers
@@ -44,6 +44,7 @@ def put_together(records, watched, seconds, stall):
         table = times.parts_of_steps(steps)
         lines += machines.lines_of(longest)
         lines += times.lines_of(longest, table, busy=watched.here)
+        lines += links.lines_of(longest, table)
         lines += gpu_times.lines_of(longest, gpu_times.parts_of_steps(longest, steps))
         pauses = gaps.pauses_of(longest)
         lines += gaps.lines_of(longest, pauses)
@@ -84,7 +85,10 @@ def findings_of_steps(run, steps, table):
     if times.steps_in(table_of_gpus) >= gpu_times.LEAST:
         of_gpus = gpu_times.findings_of(table_of_gpus, table, on)
         found = [*times.shares_of_ranks(table), *of_gpus]
-    return found
+    of_links = [*links.findings_of(run, table)]
+    if of_links:  # that the exchange takes long is its consequence
+        found = [each for each in found if isinstance(each, Found)]
+    return [*of_links, *found]
 
 
 def longest_run(records):

@@ -16,6 +16,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     gpu_times.py       and where on a GPU, by its own clock
     process.py         joining and leaving the group, collective calls
     totals.py          running totals that are summed in place
+    links.py           how fast its connections carry what it sends
     works.py           calls with async_op=True for which nobody waits
     model.py           DDP objects: how they were made, and their forward passes
     parameters.py      parameters that are trained, and belong to no model

@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
-from . import gpu_times, graphs, model, shards
+from . import gpu_times, graphs, links, model, shards
 from . import parameters as model_parameters
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, prints, readable
@@ -347,6 +347,7 @@ def end_step(optimizer):
     model.state.two_forwards, model.state.waiting, model.state.called = False, 0, set()
     if known.key == state.main:
         gpu_times.step_ended(number)
+        links.step_ended(number)
         step_ended(number, end)
 
 

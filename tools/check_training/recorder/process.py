@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, Joined, Left
-from . import gpu_times, machine, model, optimizer, passes, totals, works
+from . import gpu_times, links, machine, model, optimizer, passes, totals, works
 from .counters import counters
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -127,6 +127,7 @@ def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
     gpu_times.note_what_is_done()
+    links.note_links()
     works.note_forgotten()
     note(Left, steps=optimizer.steps(), error=_error())
 

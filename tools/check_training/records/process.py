@@ -114,3 +114,20 @@ class Forgotten(Record):
     name: str  # of the call, "all_reduce"
     line: str
     next_call: str  # name of the next one; "": there was none
+
+
+@dataclass(slots=True)
+class Link:
+    """What the process has sent from one address to another one, over all connections of TCP."""
+
+    local: str  # address on this machine, "10.0.0.1"
+    peer: str
+    sent: int  # bytes that have arrived
+    seconds: float  # in which some were under way, and the other side had room for them
+
+
+@dataclass(slots=True)
+class Links(Record):
+    """The connections of the process, at its end and before: the last record counts."""
+
+    links: list[Link]  # without those from an address to itself

@@ -374,16 +374,8 @@ def test_the_command_with_a_slow_rank(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine, too')\n")
     (tmp_path / "job.sh").write_text(f"{' '.join(map(str, TWO))}\n")
     options = "--picture", "steps.svg", "--json", "found.json", "--seconds", 300
-    result = run(
-        PYTHON,
-        CHECK,
-        *options,
-        "--",
-        "sh",
-        "job.sh",
-        cwd=tmp_path,
-        env={**ACTIVE, "PYTHONPATH": str(tmp_path)},
-    )
+    env = {**ACTIVE, "PYTHONPATH": str(tmp_path)}
+    result = run(PYTHON, CHECK, *options, "--", "sh", "job.sh", cwd=tmp_path, env=env)
     assert result.status == 1, result.output
     assert "epoch 4: loss 0.0153" in result.output and "mine, too" in result.output
     assert "\nfound: rank 0 waits for rank 1 in " in result.output

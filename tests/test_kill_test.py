@@ -138,20 +138,8 @@ def test_a_verdict_is_true(tmp_path, name, options, status, said):
     options = [word for word in words if not word.startswith("WRAPPER=")]
     alone = ["./script"] if text.startswith("#!") else [PYTHON, "L.py", tmp_path / "script"]
     env = {**ACTIVE, "TMPDIR": str(tmp_path), "WRAPPER": "".join(wrapper)}
-    result = run(
-        PYTHON,
-        KILL_TEST,
-        "--rounds",
-        2,
-        "--seed",
-        3,
-        *options,
-        "--",
-        *alone,
-        "old.json",
-        cwd=tmp_path,
-        env=env,
-    )
+    command = [PYTHON, KILL_TEST, "--rounds", 2, "--seed", 3, *options, "--", *alone, "old.json"]
+    result = run(*command, cwd=tmp_path, env=env)
     assert result.status == int(status) and re.search(said, result.output), result.output
 
 

@@ -14,7 +14,7 @@ from forked import variant
 from lab import LAB, Job, Lab
 from mistakes.check_training import BASE, STEP
 from shown import masked
-from started import ROOT, end, run, start, wait_until
+from started import ACTIVE, PYTHON, ROOT, end, run, start, wait_until
 
 pytestmark = pytest.mark.long
 SCRIPT = ROOT / "template/train.py"
@@ -254,6 +254,20 @@ def test_check_training_names_a_slow_rank_with_its_machine(lab, tmp_path):
     assert_well(lab.run(*((node, "sh", "-euc", job, node) for node in NODES)))
     result = run("sh", "-euc", shown.block("check training: judge"), cwd=tmp_path)
     assert "found: ranks 0, 1 and 2 wait for rank 3 (node2) in " in result.output, result.output
+
+
+def test_check_training_names_the_machine_with_a_slow_link(tmp_path):
+    """Of three, while they train: all leave an exchange together, so the steps do not tell."""
+    large = {"nn.GELU(),": "nn.GELU(), nn.Linear(64, 2000), nn.Linear(2000, 64),"}
+    variant(tmp_path, BASE, large | {"range(5)": "range(2)", "lr=0.05": "lr=1e-4"})
+    script = ROOT / "tools/check_training.py"
+    words = f"python {script} --records kept -- {' '.join(TORCHRUN)} --nnodes=3 many_processes.py"
+    with Lab(tmp_path, 3) as lab:
+        lab("rate", "node3", "50mbit")
+        assert_well(lab.run(*((node, *words.split()) for node in (*NODES, "node3"))))
+    result = run(PYTHON, script, "--judge", "kept", cwd=tmp_path, env=ACTIVE)
+    assert re.search(r"all wait for the link of node3: .* [2-6]\d Mbit/s, ", result.output), result
+    assert "question" not in result.output, result.output
 
 
 def test_a_host_name_on_loopback_and_its_cure(tmp_path):

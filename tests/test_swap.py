@@ -43,16 +43,8 @@ def play(folder, script, world_size, plan=()):
     (folder / "plan").write_text("\n".join(plan))
     for starts in range(1 + len(plan)):
         assert (folder / "plan").read_text() == "\n".join(plan[starts:]), output
-        result = fork_ranks(
-            path,
-            *arguments,
-            "--batch-size",
-            BATCH,
-            "--snapshot-path",
-            "snapshot.pt",
-            cwd=folder,
-            world_size=world_size,
-        )
+        options = "--batch-size", BATCH, "--snapshot-path", "snapshot.pt"
+        result = fork_ranks(path, *arguments, *options, cwd=folder, world_size=world_size)
         output += result.output
         assert (result.status == 0) == (starts == len(plan)), output
     return folder, output

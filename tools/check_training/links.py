@@ -33,13 +33,13 @@ class Speed:
 
 def speeds_of(run):
     """Return {(name of a machine, name of another): Speed}, of those with enough bytes."""
-    latest = {rank: noted[-1] for rank, noted in records_of(run).items()}
+    links_of = {number: latest(rank.records(Links)) for number, rank in run.ranks.items()}
     places = {}  # {address: name of the machine that has it}
-    for rank, noted in latest.items():
-        places.update({link.local: run.machine_of(rank) for link in noted.links})
+    for rank, links in links_of.items():
+        places.update({link.local: run.machine_of(rank) for link in links})
     speeds = collections.defaultdict(Speed)
-    for rank, noted in latest.items():
-        for link in noted.links:
+    for rank, links in links_of.items():
+        for link in links:
             here, there = run.machine_of(rank), places.get(link.peer)
             if there not in (None, here):
                 speeds[here, there].sent += link.sent
@@ -49,10 +49,17 @@ def speeds_of(run):
     return {pair: speed for pair, speed in speeds.items() if speed.sent >= least}
 
 
-def records_of(run):
-    """Return {rank: its records of Links}, of those that have some."""
-    found = {number: rank.records(Links) for number, rank in run.ranks.items()}
-    return {number: records for number, records in found.items() if records}
+def latest(records):
+    """Return the Link objects of a rank: of each pair of addresses, that with the most bytes.
+
+    records: the rank's Links. In a later one, a connection may be closed.
+    """
+    found = {}
+    for link in (link for noted in records for link in noted.links):
+        pair = link.local, link.peer
+        if pair not in found or link.sent >= found[pair].sent:
+            found[pair] = link
+    return [*found.values()]
 
 
 def slow_machine(speeds):

@@ -16,13 +16,14 @@ from .notebook import note
 MOST = 2000  # open files that are looked at
 # Places in the kernel's struct tcp_info, which only grows at its end (linux/tcp.h).
 BYTES_ACKED, BUSY_TIME, RWND_LIMITED, SIZE = 120, 168, 176, 184
-STEPS = 100, 1000  # after these steps, and each 5000, and at the end
+EACH = 5000  # steps; before that, after 16, 32, 64 and so on
 
 
 def step_ended(number):
-    """Note the connections after some steps: a job may be ended before its own end."""
+    """Note the connections after some steps: at the end, others may have closed theirs."""
     steps = number + 1
-    if steps in STEPS or steps % 5000 == 0:
+    is_power_of_two = steps & (steps - 1) == 0
+    if steps % EACH == 0 or (is_power_of_two and 16 <= steps < EACH):
         note_links()
 
 

@@ -128,6 +128,6 @@ class Link:
 
 @dataclass(slots=True)
 class Links(Record):
-    """The connections of the process, at its end and before: the last record counts."""
+    """The connections of the process after some steps, and at its end, as long as they are open."""
 
     links: list[Link]  # without those from an address to itself

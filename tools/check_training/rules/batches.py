@@ -92,9 +92,9 @@ def other_sets(run):
     for loader in loaders_shared_out(run):
         firsts = loader.firsts
         known = {
-            repr((each.start.contents, each.start.listed))
+            repr((each.start.contents, each.start.listed, each.start.chosen))
             for each in firsts
-            if each.start.contents or each.start.listed
+            if each.start.contents or each.start.listed or each.start.chosen
         }
         if len(known) == len(run.ranks) and not differ(each.start.length for each in firsts):
             yield Question(
@@ -119,6 +119,8 @@ def shares_overlap(run):
         if not all(each.progress.exhausted for each in firsts):
             continue
         if differ((each.start.contents, each.start.listed, each.start.epoch) for each in firsts):
+            continue
+        if differ(each.start.chosen for each in firsts):
             continue
         sketches = [set(each.progress.sketch) for each in firsts]
         common, own = len(set.intersection(*sketches)), len(sketches[0])

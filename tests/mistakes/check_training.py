@@ -250,6 +250,16 @@ BY_HAND = {  # the gradients are averaged by the script
     STEP: "            for each in model.parameters():\n"
     "                dist.all_reduce(each.grad)\n" + STEP,
 }
+ONE_VECTOR = BY_HAND | {
+    STEP: "            gradients = [each.grad for each in model.parameters()]\n"
+    "            whole = nn.utils.parameters_to_vector(gradients)\n"
+    "            dist.all_reduce(whole)\n"
+    "            nn.utils.vector_to_parameters(whole, gradients)\n" + STEP,
+}
+OWN_NORM = """            own = [each.grad for each in model.parameters()]
+            norm = torch.stack([each.norm() for each in own]).norm()
+            for each in own: each *= (0.1 / norm).clamp(max=1)
+"""
 DEEP = GELU + " *(nn.Linear(64, 64) for _ in range(8)),"
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 
@@ -958,6 +968,25 @@ MISTAKES = {
         STEP,
         False,
     ),
+    "clipped by hand before an exchange by hand": (
+        ONE_VECTOR | {BACK: BACK + OWN_NORM},
+        "clips_by_hand_before_the_exchange",
+        "question: before most steps, each rank gives gradients of the norm 0.1 to the exchange",
+        STEP,
+        False,
+    ),
+    "clipped by a norm that was found before": (
+        ONE_VECTOR
+        | {
+            BACK: BACK + "            its = [*model.parameters()]\n"
+            "            norm = nn.utils.get_total_norm([each.grad for each in its])\n"
+            "            nn.utils.clip_grads_with_norm_(its, 0.1, norm)\n"
+        },
+        "clips_before_the_exchange",
+        "question: each rank clips by a norm of its own .* exchanged after that",
+        "clip_grads_with_norm_(",
+        False,
+    ),
     "workers that begin slowly": (
         {
             EPOCHS: "    import time\n    def slow(_): time.sleep(0.4)\n" + EPOCHS,
@@ -1373,7 +1402,7 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "        loader = DataLoader(mine, 32)\n",
         LOADER: "",
     },
-    "few parameters, and an exchange of each": BY_HAND,
+    "twelve parameters, and an exchange of each": BY_HAND | {GELU: DEEP.replace("8", "4")},
     "many parameters, which are sent as one": BY_HAND
     | {
         GELU: DEEP,
@@ -1383,6 +1412,21 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
             "                for each in model.parameters(): dist.all_reduce(each.grad)\n"
             "            optimizer.step()",
         ),
+    },
+    "one vector, clipped when it is exchanged": ONE_VECTOR
+    | {STEP: ONE_VECTOR[STEP].removesuffix(STEP) + OWN_NORM + STEP},
+    "signs of the gradients": ONE_VECTOR
+    | {BACK: BACK + "            for each in model.parameters(): each.grad.sign_()\n"},
+    "a figure of each closure": {
+        OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=9)\n",
+        BACK: "",
+        ZERO: "            def closure():\n"
+        "                optimizer.zero_grad()\n"
+        "                loss = nn.functional.mse_loss(model(x), y)\n"
+        "                loss.backward()\n"
+        "                dist.all_reduce(mean := loss.detach().clone())\n"
+        "                return mean\n",
+        STEP: "            optimizer.step(closure)\n",
     },
     "a total of copies, and a count that grows": {
         SUM_0: "",

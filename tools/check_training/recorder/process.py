@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join
 from ..records.process import Call, GroupMade, JoinBegun, Joined, Left
 from . import machine, model, optimizer, passes, totals, works
 from .counters import counters
-from .fingerprints import bits, readable, tensors_in
+from .fingerprints import bits, looked_at, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
 from .notebook import (
     count,
@@ -213,6 +213,8 @@ def collective(name, args, kwargs):
         fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
         if name in ("all_reduce", "reduce") and first.numel() == 1:
             fields["number_given"] = _number_in(first)
+        if name == "all_reduce" and first.numel() > 16:
+            fields["norm_given"] = _norm_of(first)
     given = None
     if number < MOST_CALLS:
         given = totals.numbers_given(name, args, kwargs, optimizer.steps())
@@ -283,6 +285,16 @@ def _number_in(tensor):
     if tensor.is_complex() or not readable(tensor, optimizer.steps()):
         return None
     return float(tensor)
+
+
+def _norm_of(tensor):
+    """Return Call.norm_given."""
+    step = optimizer.steps()
+    if not looked_at(step) or not tensor.is_floating_point() or not readable(tensor, step):
+        return None
+    sizes = tensor.detach().abs()
+    least, largest = map(float, sizes.aminmax())
+    return float(sizes.float().norm()) if least < 0.99 * largest else None
 
 
 def _is_gradient(tensor):

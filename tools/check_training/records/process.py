@@ -103,6 +103,9 @@ class Call(Record):
     elements: int | None = None  # of the first tensor
     is_gradient: bool = False  # an all_reduce of a gradient that DDP has averaged
     unheld: int | None = None  # bits of a tensor that nobody else holds; None: somebody does
+    # Of the numbers that an all_reduce is given, more than 16, in steps that are looked at: their
+    # norm. None: not read, or all are of one size, as those of signs.
+    norm_given: float | None = None
     is_coalesced: bool = False  # torch sends it with others, as one
     one_for_all: bool = False  # all slots of an all_gather's list are one tensor
     source: int | None = None  # the rank from which all others get something; None: from each

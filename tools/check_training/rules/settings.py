@@ -96,13 +96,17 @@ def one_tensor_for_all(run):
 def many_small_calls(run):
     """Most steps make eight or more collective calls of at most 16 numbers, which could be one.
 
-    Looks alike, and is right: a few in each step; many in an evaluation; those that torch makes in
-    a forward, a backward or a step of its own.
+    Looks alike, and is right: a few in each step, or in each call of a step's closure (LBFGS); many
+    in an evaluation; those that torch makes in a forward, a backward or a step of its own.
     """
     rank = run.first
     for steps in rank.steps.values():
         between = small_calls(rank, steps)
-        many = [each for each in between if len(each) > 7]
+        many = [
+            calls
+            for number, calls in between.items()
+            if len(calls) > 7 * max(1, steps[number].closures or 0)
+        ]
         if most(len(many), len(between)):
             [(line, _)] = collections.Counter(line for each in many for line in each).most_common(1)
             yield Question(
@@ -147,7 +151,7 @@ def calls_for_each(rank, before, step, shapes):
         if gradient is not None
     ]
     small = [size for size in sizes if size <= SMALL]
-    if len(small) < 16 or not most(len(small), len(sizes)):
+    if not most(len(small), len(sizes), least=16):
         return []
     calls = [
         call
@@ -160,9 +164,9 @@ def calls_for_each(rank, before, step, shapes):
 
 
 def small_calls(rank, steps):
-    """Return the lines of the small calls between two steps, a list for each pair of steps.
+    """Return {number of a step: the lines of the small calls between the step before and it}.
 
-    steps: {number: Step}. Pairs are those of which both are noted.
+    steps: {number: Step}. Of those in it, steps count of which the one before is noted, too.
     """
     own = {each.line for each in rank.records(Forward)}
     for step in steps.values():
@@ -175,11 +179,11 @@ def small_calls(rank, steps):
         if not call.is_coalesced
         if not any(begin < call.time <= end for begin, end in evaluations)
     ]
-    return [
-        [call.line for call in calls if steps[number - 1].time < call.time <= step.time]
+    return {
+        number: [call.line for call in calls if steps[number - 1].time < call.time <= step.time]
         for number, step in steps.items()
         if number - 1 in steps
-    ]
+    }
 
 
 @rule()

@@ -238,6 +238,19 @@ def clip_half(clip="", at_end=""):
     }
 
 
+OWN_EPOCHS = {  # ranks with unequal shares go on with their next pass
+    **after(OPT, "s = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)"),
+    SAMPLER: "    rows = torch.arange(1024).split([424, 600])[dist.get_rank()]\n"
+    "    dataset = torch.utils.data.Subset(dataset, rows.tolist())\n",
+    SET_EPOCH: "",
+    "sampler=sampler": "shuffle=True",
+    EPOCHS: "    def endless():\n"
+    "        while True:\n"
+    "            yield from loader\n"
+    "            s.step()\n\n"
+    "    batches = endless()\n" + EPOCHS,
+    LOOP: LOOP.replace("loader", "(next(batches) for _ in range(16))"),
+}
 JOIN = {
     LOOP: "        from torch.distributed.algorithms.join import Join\n"
     "        with Join([model]):\n"
@@ -950,19 +963,7 @@ MISTAKES = {
         False,
     ),
     "a schedule by an epoch of its own": (
-        {
-            **after(OPT, "s = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)"),
-            SAMPLER: "    rows = torch.arange(1024).split([424, 600])[dist.get_rank()]\n"
-            "    dataset = torch.utils.data.Subset(dataset, rows.tolist())\n",
-            SET_EPOCH: "",
-            "sampler=sampler": "shuffle=True",
-            EPOCHS: "    def endless():\n"
-            "        while True:\n"
-            "            yield from loader\n"
-            "            s.step()\n\n"
-            "    batches = endless()\n" + EPOCHS,
-            LOOP: LOOP.replace("loader", "(next(batches) for _ in range(16))"),
-        },
+        OWN_EPOCHS,
         "rates_differ",
         "found: the learning rates differ from step 15 on",
         STEP,
@@ -985,6 +986,13 @@ MISTAKES = {
         "clips_before_the_exchange",
         "question: each rank clips by a norm of its own .* exchanged after that",
         "clip_grads_with_norm_(",
+        False,
+    ),
+    "passes of other lengths, and as many steps": (
+        {key: text.replace("s.step()", "pass") for key, text in OWN_EPOCHS.items()},
+        "passes_differ_in_length",
+        "question: in pass 1 over the loader .* other numbers of batches",
+        "yield from loader",
         False,
     ),
     "workers that begin slowly": (

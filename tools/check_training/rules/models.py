@@ -200,7 +200,8 @@ def first_difference(run, steps, what):
         if differ(figures.values()):
             line = row[min(row)].line
             texts = [
-                f"{figures_in_words(mine)} on rank {rank}" for rank, mine in [*figures.items()][:4]
+                f"{figures_in_words(mine)} on rank {rank}"
+                for rank, mine in sorted(figures.items())[:4]
             ]
             return f"from step {number + 1} on ({line}): {'; '.join(texts)}"
     return ""

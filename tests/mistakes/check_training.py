@@ -248,6 +248,42 @@ def clip_half(clip="", at_end=""):
     }
 
 
+OWN_EPOCHS = {  # ranks with unequal shares go on with their next pass
+    **after(OPT, "s = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)"),
+    SAMPLER: "    rows = torch.arange(1024).split([424, 600])[dist.get_rank()]\n"
+    "    dataset = torch.utils.data.Subset(dataset, rows.tolist())\n",
+    SET_EPOCH: "",
+    "sampler=sampler": "shuffle=True",
+    EPOCHS: "    def endless():\n"
+    "        while True:\n"
+    "            yield from loader\n"
+    "            s.step()\n\n"
+    "    batches = endless()\n" + EPOCHS,
+    LOOP: LOOP.replace("loader", "(next(batches) for _ in range(16))"),
+}
+JOIN = {
+    LOOP: "        from torch.distributed.algorithms.join import Join\n"
+    "        with Join([model]):\n"
+    "          for (x, y), _ in zip(loader, range(16 - dist.get_rank())):\n",
+}
+BY_HAND = {  # the gradients are averaged by the script
+    WRAP: "",
+    "model.module.state": "model.state",
+    LOSS: LOSS.replace("y)", "y) / 2"),
+    STEP: "            for each in model.parameters():\n"
+    "                dist.all_reduce(each.grad)\n" + STEP,
+}
+ONE_VECTOR = BY_HAND | {
+    STEP: "            gradients = [each.grad for each in model.parameters()]\n"
+    "            whole = nn.utils.parameters_to_vector(gradients)\n"
+    "            dist.all_reduce(whole)\n"
+    "            nn.utils.vector_to_parameters(whole, gradients)\n" + STEP,
+}
+OWN_NORM = """            own = [each.grad for each in model.parameters()]
+            norm = torch.stack([each.norm() for each in own]).norm()
+            for each in own: each *= (0.1 / norm).clamp(max=1)
+"""
+DEEP = GELU + " *(nn.Linear(64, 64) for _ in range(8)),"
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 
 
@@ -882,6 +918,104 @@ MISTAKES = {
         BACK,
         False,
     ),
+    "a running total of what is gathered": (
+        {
+            SUM_0: "",
+            EPOCHS: SUM_0[4:] + EPOCHS,
+            REDUCE: "        sums = [torch.zeros_like(loss_sum) for _ in range(2)]\n"
+            "        dist.all_gather(sums, loss_sum)\n"
+            "        loss_sum = sum(sums)\n",
+        },
+        "total_summed_again",
+        "found: all_gather at .* gathers a running total, again and again",
+        "dist.all_gather(",
+        False,
+    ),
+    "a running total in new tensors": (
+        {
+            SUM_0: "",
+            EPOCHS: "    total = 0.0\n" + EPOCHS,
+            LOOP: SUM_0 + LOOP,
+            REDUCE: "        loss_sum += total\n" + REDUCE + "        total = loss_sum.item()\n",
+        },
+        "total_summed_again",
+        "found: all_reduce at .* sums a running total in place, again and again",
+        REDUCE,
+        False,
+    ),
+    "an exchange of each parameter": (
+        {**BY_HAND, GELU: DEEP},
+        "one_call_for_each_parameter",
+        "question: each step makes 20 calls of all_reduce, one for each parameter",
+        "all_reduce(each.grad",
+        False,
+    ),
+    "parts of a set that are shared out": (
+        after(
+            DATA,
+            "rows = range(dist.get_rank(), 1024, 2)",
+            "dataset = torch.utils.data.Subset(dataset, rows)",
+        ),
+        "other_sets",
+        "question: each rank has another dataset .* takes 1 of 2 items of it",
+        LOOP,
+        False,
+    ),
+    "Join, and a schedule by step": (
+        {
+            **JOIN,
+            **after(OPT, "s = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)"),
+            STEP: STEP.replace("optimizer.step()", "optimizer.step(); s.step()"),
+        },
+        "rates_differ",
+        "found: the learning rates differ when round 2 of Join begins",
+        "with Join(",
+        False,
+    ),
+    "a schedule by an epoch of its own": (
+        OWN_EPOCHS,
+        "rates_differ",
+        "found: the learning rates differ from step 15 on",
+        STEP,
+        False,
+    ),
+    "clipped by hand before an exchange by hand": (
+        ONE_VECTOR | {BACK: BACK + OWN_NORM},
+        "clips_by_hand_before_the_exchange",
+        "question: before most steps, each rank gives gradients of the norm 0.1 to the exchange",
+        STEP,
+        False,
+    ),
+    "clipped by a norm that was found before": (
+        ONE_VECTOR
+        | {
+            BACK: BACK + "            its = [*model.parameters()]\n"
+            "            norm = nn.utils.get_total_norm([each.grad for each in its])\n"
+            "            nn.utils.clip_grads_with_norm_(its, 0.1, norm)\n"
+        },
+        "clips_before_the_exchange",
+        "question: each rank clips by a norm of its own .* exchanged after that",
+        "clip_grads_with_norm_(",
+        False,
+    ),
+    "passes of other lengths, and as many steps": (
+        {key: text.replace("s.step()", "pass") for key, text in OWN_EPOCHS.items()},
+        "passes_differ_in_length",
+        "question: in pass 1 over the loader .* other numbers of batches",
+        "yield from loader",
+        False,
+    ),
+    "workers that begin slowly": (
+        {
+            EPOCHS: "    import time\n    def slow(_): time.sleep(0.4)\n" + EPOCHS,
+            SET_EPOCH: SET_EPOCH + "        loader = DataLoader(dataset, 32, sampler=sampler,"
+            " num_workers=1, worker_init_fn=slow)\n",
+        },
+        "times",
+        r"question: all ranks wait for their loaders: \d\.\d s in each of 4 pauses .* of the run",
+        None,
+        False,
+    ),
     "a running total": (
         {SUM_0: "", EPOCHS: SUM_0[4:] + EPOCHS},
         "total_summed_again",
@@ -1293,10 +1427,61 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "two machines": TWO_MACHINES,
     "Join, and a schedule by epoch": {
         **after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"),
-        LOOP: "        from torch.distributed.algorithms.join import Join\n"
-        "        with Join([model]):\n"
-        "          for (x, y), _ in zip(loader, range(16 - dist.get_rank())):\n",
+        **JOIN,
         REDUCE: "        s.step()\n" + REDUCE,
+    },
+    "one Join for all epochs, and a schedule by step": {
+        **after(OPT, "s = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)"),
+        EPOCHS: "    from torch.distributed.algorithms.join import Join\n"
+        "    with Join([model]):\n"
+        "      rows = [each for epoch in range(5)"
+        " for each, _ in zip(loader, range(16 - dist.get_rank()))]\n"
+        "      for x, y in rows:\n"
+        "            optimizer.zero_grad()\n"
+        "            nn.functional.mse_loss(model(x), y).backward()\n"
+        "            optimizer.step()\n"
+        "            s.step()\n" + EPOCHS.replace("range(5)", "range(0)"),
+    },
+    "parts that were cut by hand, in order": {
+        SAMPLER: "",
+        SET_EPOCH: "        numbers = torch.Generator().manual_seed(epoch)\n"
+        "        rows = torch.randperm(1024, generator=numbers)[dist.get_rank() :: 2].tolist()\n"
+        "        mine = torch.utils.data.Subset(dataset, rows)\n"
+        "        loader = DataLoader(mine, 32)\n",
+        LOADER: "",
+    },
+    "twelve parameters, and an exchange of each": BY_HAND | {GELU: DEEP.replace("8", "4")},
+    "many parameters, which are sent as one": BY_HAND
+    | {
+        GELU: DEEP,
+        STEP: STEP.replace(
+            "optimizer.step()",
+            "with dist._coalescing_manager():\n"
+            "                for each in model.parameters(): dist.all_reduce(each.grad)\n"
+            "            optimizer.step()",
+        ),
+    },
+    "one vector, clipped when it is exchanged": ONE_VECTOR
+    | {STEP: ONE_VECTOR[STEP].removesuffix(STEP) + OWN_NORM + STEP},
+    "signs of the gradients": ONE_VECTOR
+    | {BACK: BACK + "            for each in model.parameters(): each.grad.sign_()\n"},
+    "a figure of each closure": {
+        OPT: "    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=9)\n",
+        BACK: "",
+        ZERO: "            def closure():\n"
+        "                optimizer.zero_grad()\n"
+        "                loss = nn.functional.mse_loss(model(x), y)\n"
+        "                loss.backward()\n"
+        "                dist.all_reduce(mean := loss.detach().clone())\n"
+        "                return mean\n",
+        STEP: "            optimizer.step(closure)\n",
+    },
+    "a total of copies, and a count that grows": {
+        SUM_0: "",
+        EPOCHS: SUM_0[4:] + "    buffer = torch.zeros_like(loss_sum)\n" + EPOCHS,
+        REDUCE: "        buffer.copy_(loss_sum)\n"
+        "        dist.all_reduce(buffer)\n"
+        "        dist.all_gather([torch.zeros(1) for _ in range(2)], torch.ones(1) * epoch)\n",
     },
     "batches of one sampler are dealt out": IN_TURN
     | before(

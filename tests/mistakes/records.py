@@ -12,11 +12,12 @@ from check_training.records.base import Print
 from check_training.records.data import Listed, Pass, Progress, SubsetMade
 from check_training.records.files import Folder, Save
 from check_training.records.model import Forward, Wrapped
-from check_training.records.optimizer import Clip, Optimizer, Step, ThrownAway
+from check_training.records.optimizer import Clip, Optimizer, ParameterName, Step, ThrownAway
 from check_training.records.process import (
     Call,
     Forgotten,
     GroupMade,
+    JoinBegun,
     Joined,
     Link,
     Links,
@@ -155,6 +156,12 @@ SETS = [
             a_pass(1, start=NOT_READ, progress={"content": 0.6}),
         ),
     ),
+    (  # parts of one set
+        "whole_set_on_each_rank",
+        NOTHING,
+        run_of(a_pass(0, start={"chosen": [3]}), a_pass(1, start={"chosen": [4]})),
+    ),
+    ("whole_set_on_each_rank", Found, both(a_pass, start={"chosen": [3]})),
     ("whole_set_on_each_rank", Question, run_of(a_pass(0), a_pass(1, progress={"index_sum": 9}))),
     ("sampler_told_wrong", Found, run_of(*WRONG_RANK)),
     ("sampler_told_wrong", Found, both(dealt, start={"replicas": 4})),
@@ -661,6 +668,73 @@ STEPS += [
     ("nobody_waits", NOTHING, run_of([Forgotten(1.0, "all_reduce", "a.py:1", "barrier")] * 4, [])),
     ("total_summed_again", NOTHING, summed([4, 0])),  # rank 0 alone keeps it
     ("total_summed_again", NOTHING, summed([4, 4], ("[0]#x", "[1]#y"))),  # nothing is summed
+]
+
+
+# ---- Rates of ranks that have other numbers of batches, and what is given to an exchange ----
+
+
+def own_epochs(begins=(10, 12), joins=(), features=(), **fields):
+    """Return the Run of two ranks whose second pass begins before these steps: the rate falls.
+
+    joins: the rates of each rank, each time when it enters Join.
+    """
+    ranks = []
+    for rank, begin in enumerate(begins):
+        taken = steps(rank, 20, each=from_step(begin, rates=[0.05]), **fields)
+        taken = [
+            dataclasses.replace(each, names=[ParameterName(0, "w"), ParameterName(0, "b")])
+            if isinstance(each, Optimizer)
+            else dataclasses.replace(each, time=each.number + 1.0)
+            if isinstance(each, Step)
+            else each
+            for each in taken
+        ]
+        for number, time in enumerate((0.1, begin + 0.5)):
+            passed = a_pass(rank, {"number": number}, {"pass_number": number}, ddp=False)
+            taken += [dataclasses.replace(each, time=time) for each in passed]
+        taken += [Uses(0.0, what) for what in features]
+        taken += [JoinBegun(0.1, "a.py:3", {"o1": [rates[rank]]}) for rates in joins]
+        ranks.append(taken)
+    return run_of(*ranks)
+
+
+def given(norms, count=12, elements=4, **fields):
+    """Return the Run of two ranks. norms: {rank: the norm that it gives all_reduce in each step}.
+
+    Where it is a function, of the step's number. fields: of the optimizer.
+    """
+    ranks = []
+    for rank, norm in enumerate(norms):
+        taken = steps(rank, count)
+        for place, each in enumerate(taken):
+            if isinstance(each, Step):
+                taken[place] = dataclasses.replace(each, time=each.number + 1.0)
+            elif isinstance(each, Optimizer):
+                taken[place] = dataclasses.replace(each, **fields)
+        for number in range(1, count):
+            one = norm(number) if callable(norm) else norm
+            call = Call(number + 0.5, "all_reduce", "a.py:4", number, "", False, elements=elements)
+            taken.append(dataclasses.replace(call, norm_given=one))
+        ranks.append(taken)
+    return run_of(*ranks)
+
+
+JOINS = [(0.1, 0.1), (0.1, 0.05)]
+DDPS = {"names": [ParameterName(0, "w"), ParameterName(0, "b")]}
+STEPS += [
+    ("rates_differ", Found, own_epochs()),
+    ("rates_differ", NOTHING, own_epochs(exchanged=False)),  # then the n-th step is another one
+    ("rates_differ", NOTHING, own_epochs(features=["join"], joins=JOINS[:1] * 2)),
+    ("rates_differ", Found, own_epochs(features=["join"], joins=JOINS)),
+    ("rates_differ", NOTHING, own_epochs(features=["join", "groups"], joins=JOINS)),
+    ("rates_differ", NOTHING, own_epochs((10, 10))),
+    ("clips_by_hand_before_the_exchange", Question, given([1.0, 1.0])),
+    ("clips_by_hand_before_the_exchange", NOTHING, given([1.0, 1.0], count=8)),  # too few
+    ("clips_by_hand_before_the_exchange", NOTHING, given([1.0, lambda step: 1 + step / 9])),
+    ("clips_by_hand_before_the_exchange", NOTHING, given([1.0, 1.0], elements=8)),
+    ("clips_by_hand_before_the_exchange", NOTHING, given([1.0, 1.0], **DDPS)),
+    ("clips_by_hand_before_the_exchange", NOTHING, given([1.0])),
 ]
 
 

@@ -192,3 +192,27 @@ def findings_of(run, pauses):
             f" in each of {len(waits)} pauses between steps, {share:.0%} of the run",
             *CURES[what],
         )
+    yield from loaders_that_begin_slowly(pauses, whole)
+
+
+def loaders_that_begin_slowly(pauses, whole):
+    """Yield a question if all ranks wait for their loaders between the steps, for long.
+
+    whole: seconds of the run. In a short run, an epoch is short, and the begin weighs much.
+    """
+    waits = [
+        min(doing.busy for doing in each.of.values())
+        for each in pauses
+        if {doing.what for doing in each.of.values()} == {"loading"}
+    ]
+    if len(waits) < 3 or statistics.median(waits) < 0.2 or sum(waits) < 1:
+        return
+    share = sum(waits) / whole
+    if share > 0.3:
+        yield Question(
+            f"all ranks wait for their loaders: {statistics.median(waits):.1f} s in each of"
+            f" {len(waits)} pauses between steps, {share:.0%} of the run",
+            "are workers made anew in each epoch? persistent_workers=True keeps them (in longer"
+            " epochs, it weighs less)",
+            "benchmarks/README.md#throughput",
+        )

@@ -241,8 +241,13 @@ class Run:
         """Return the numbers of the steps that all have noted, without those of different epochs.
 
         Where ranks have other numbers of batches, as with Join, the n-th step of one may be in an
-        epoch that another has ended. steps: a Steps.
+        epoch that another has ended. Without Join, steps whose gradients DDP exchanges are the
+        same ones, in whatever epoch each rank is by then. steps: a Steps.
         """
+        if "join" not in self.features and all(
+            step.exchanged for of in steps.of.values() for step in of.values()
+        ):
+            return steps.common
         begins = {rank: self.ranks[rank].begins_of_epochs() for rank in steps.of}
         if not all(begins.values()):
             return steps.common

@@ -104,13 +104,29 @@ def _nothing_left(known):
 @after(clip_grad, "clip_grad_norm_", also=[torch.nn.utils])
 @after(clip_grad, "clip_grad_value_", also=[torch.nn.utils])
 def clipped(result, args, kwargs):
-    """Note that gradients were clipped: the first times, and ever fewer later."""
+    """Note that gradients were clipped by the norm that the call has found."""
+    given = args[0] if args else kwargs["parameters"]
+    most = args[1] if len(args) > 1 else kwargs.get("max_norm")
+    _note_clip(given, result, most)
+
+
+@after(torch.nn.utils, "clip_grads_with_norm_")
+def clipped_with_norm(result, args, kwargs):
+    """Note that gradients were clipped by a norm that the script has found before."""
+    names = "parameters", "max_norm", "total_norm"
+    given, most, norm = [
+        args[place] if place < len(args) else kwargs[name] for place, name in enumerate(names)
+    ]
+    _note_clip(given, norm, most)
+
+
+def _note_clip(given, norm, most):
+    """Note a Clip: the first times, and ever fewer later. given: parameters; norm: theirs."""
     number = count("clip")
     if not looked_at(number):
         return
-    given = args[0] if args else kwargs["parameters"]
-    norm_is_read = torch.is_tensor(result) and readable(result, number)
-    norm = float(result) if norm_is_read else None
+    norm_is_read = torch.is_tensor(norm) and readable(norm, number)
+    norm = float(norm) if norm_is_read else None
     if isinstance(given, collections.abc.Iterator):  # a generator or a filter: it is read by now
         owners = list(optimizer.state.known)
         parameters = 0 if norm == 0 else 1
@@ -119,7 +135,6 @@ def clipped(result, args, kwargs):
         ids = {id(each) for each in tensors_in(listed)}
         owners = [each for each in optimizer.state.known if ids & _ids_of(each)]
         parameters = len(ids)
-    most = args[1] if len(args) > 1 else kwargs.get("max_norm")
     note(
         Clip,
         number=number,

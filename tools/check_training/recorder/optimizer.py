@@ -36,6 +36,8 @@ class KnownOptimizer:
     line: str  # that made it
     gathered: list[str] = field(default_factory=list)  # as in Optimizer
     step: int = 0  # number of its next step
+    closures: int = 0  # calls of the closure that its last step was given, if that was looked at
+    closures_before: int = 0  # the same of the step before that, while a step runs
     begun: float | None = None  # seconds, when the step that runs began
     listed: int | None = None  # so many parameters were in its record
     # Of its last step: what the counters said.
@@ -171,27 +173,32 @@ def begin_step(optimizer, args, kwargs):
     _choose_main(known)
     batches = counters.feeding.taken_for_a_step() if counters.feeding is not None else 0
     instead = None
+    known.closures_before, known.closures = known.closures, 0
     if looked_at(known.step):
         look = functools.partial(look_at_step, optimizer, known, batches)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             look()
         elif len(args) > 1:
-            instead = (args[0], looking_after(closure, look), *args[2:]), kwargs
+            instead = (args[0], looking_after(closure, look, known), *args[2:]), kwargs
         else:
-            instead = args, {**kwargs, "closure": looking_after(closure, look)}
+            instead = args, {**kwargs, "closure": looking_after(closure, look, known)}
     known.begun = now()
     gpu_times.begins("optimizer")
     return instead
 
 
-def looking_after(closure, look):
-    """Return a closure that does the same, and calls look() when it has first ended."""
+def looking_after(closure, look, known):
+    """Return a closure that does the same, and calls look() when it has first ended.
+
+    known: the KnownOptimizer, which counts the calls.
+    """
     looks = [look]
 
     @functools.wraps(closure)
     def call(*args, **kwargs):
         result = closure(*args, **kwargs)
+        known.closures += 1
         if looks:
             safely(looks.pop())
         return result
@@ -283,6 +290,7 @@ def note_step(optimizer, known, parameters, batches):
         small_sums=counters.small_sums - known.small_sums,
         lost_hooks=_lost_hooks(parameters),
         bare=_bare(parameters, gradients),
+        closures=known.closures_before,
         graphs_held=graphs.held(),
     )
 

@@ -15,7 +15,7 @@ from torch.utils.data import dataloader
 from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
 from . import generators, model, optimizer, schedules
 from .counters import counters
-from .datasets import data_in, epoch_in, size_of
+from .datasets import chosen_in, data_in, epoch_in, size_of
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, after, around, safely
 from .notebook import count, note, now, site, stand
@@ -190,6 +190,7 @@ def _note_pass(iterator, loader, key, known):
         workers_seed=_workers_seed(iterator, loader),
         contents=contents,
         listed=listed,
+        chosen=chosen_in(loader.dataset) if known.pass_of_loader < 2 else [],
         dataset_epoch=epoch_in(loader.dataset),
         workers_epoch=known.workers_epoch,
     )

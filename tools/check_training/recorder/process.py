@@ -1,6 +1,6 @@
 """Joining and leaving the default group, and collective calls.
 
-Notes Joined, Left, Uses, GroupMade, Call.
+Notes Joined, Left, Uses, JoinBegun, GroupMade, Call.
 
 A group of the script's own counts its calls by itself. Threads may call several groups at once.
 """
@@ -18,12 +18,21 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
-from ..records.process import Call, GroupMade, Joined, Left
+from ..records.process import Call, GroupMade, JoinBegun, Joined, Left
 from . import gpu_times, links, machine, model, optimizer, passes, totals, works
 from .counters import counters
-from .fingerprints import bits, readable, tensors_in
+from .fingerprints import bits, looked_at, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
-from .notebook import note, now, number_in_environment, open_files, stand, stand_no_more, uses
+from .notebook import (
+    count,
+    note,
+    now,
+    number_in_environment,
+    open_files,
+    stand,
+    stand_no_more,
+    uses,
+)
 from .script_lines import line_of_error, where
 from .state import kept, switch
 from .times import span
@@ -174,8 +183,12 @@ def makes_a_group(args, kwargs):
 
 @before(Join, "__enter__")
 def joins_unequal_inputs(args, kwargs):
-    """Note that the script lets ranks have unequal numbers of batches."""
+    """Note that the script lets ranks have unequal numbers of batches, and the rates by then."""
     uses("join")
+    if count("join") < 300:
+        known = optimizer.state.known.items()
+        rates = {each.key: optimizer.rates_of(its) for its, each in known}
+        note(JoinBegun, line=where(), rates=rates)
 
 
 # ---- Collective calls ----
@@ -198,12 +211,15 @@ def collective(name, args, kwargs):
         counters.small_sums += first.numel() <= 16
         fields |= {"dtype": str(first.dtype).removeprefix("torch."), "elements": first.numel()}
         fields["is_gradient"] = name == "all_reduce" and _is_gradient(first)
+        fields["is_coalesced"] = bool(c10d._world.pg_coalesce_state)
         fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
         if name in ("all_reduce", "reduce") and first.numel() == 1:
             fields["number_given"] = _number_in(first)
+        if name == "all_reduce" and first.numel() > 16:
+            fields["norm_given"] = _norm_of(first)
     given = None
-    if name == "all_reduce" and number < MOST_CALLS:
-        given = totals.numbers_of_a_sum(args, kwargs, optimizer.steps())
+    if number < MOST_CALLS:
+        given = totals.numbers_given(name, args, kwargs, optimizer.steps())
     stand(name, fields["line"])
     gpu_times.begins("collective")
     begin = now()
@@ -217,7 +233,7 @@ def collective(name, args, kwargs):
     if first is not None and first.device.type == "cpu":
         works.follow(result, name, fields["line"])
     if given is not None and not failed:
-        fields["again"] = totals.summed(first, given)
+        fields["again"] = totals.summed(name, args, given, fields["line"], group)
     if number < MOST_CALLS:
         note(Call, number=number, failed=failed, **fields)
 
@@ -273,6 +289,16 @@ def _number_in(tensor):
     if tensor.is_complex() or not readable(tensor, optimizer.steps()):
         return None
     return float(tensor)
+
+
+def _norm_of(tensor):
+    """Return Call.norm_given."""
+    step = optimizer.steps()
+    if not looked_at(step) or not tensor.is_floating_point() or not readable(tensor, step):
+        return None
+    sizes = tensor.detach().abs()
+    least, largest = map(float, sizes.aminmax())
+    return float(sizes.float().norm()) if least < 0.99 * largest else None
 
 
 def _is_gradient(tensor):

@@ -58,6 +58,8 @@ class Pass(Record):
     workers_seed: int | None  # of all of them, as torch seeds them; None: none, or the script does
     contents: dict[str, list[int]]  # {attribute of the dataset: bits of its tensors}
     listed: dict[str, Listed]  # {attribute of the dataset: a list of texts}
+    # Of each Subset that the dataset is, or that is in it: bits of its indices, in their order.
+    chosen: list[int] = field(default_factory=list)
     dataset_epoch: int | None = None  # the dataset's attribute `epoch`; None: it has none
     # The same when its workers began, with a copy of the dataset; None: no workers, or as above.
     workers_epoch: int | None = None

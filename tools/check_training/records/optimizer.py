@@ -58,6 +58,7 @@ class Step(Record):
     lost_hooks: list[str]  # names of parameters that DDP does not follow any more
     # Places of the parameters that need a gradient, and have none, or one of zeros.
     bare: list[int] = field(default_factory=list)
+    closures: int = 0  # so often the step before has called the closure that it was given
     # Of the graphs of the first backward passes, those that are still held after 100 more passes.
     graphs_held: int = 0
 
@@ -72,14 +73,14 @@ class ThrownAway(Record):
 
 @dataclass(slots=True)
 class Clip(Record):
-    """clip_grad_norm_() or clip_grad_value_(), when it has ended."""
+    """clip_grad_norm_(), clip_grads_with_norm_() or clip_grad_value_(), when it has ended."""
 
     number: int
     line: str
     parameters: int  # so many were given; 1 or 0 for a generator: whether it gave any
     in_an_optimizer: bool  # at least one of them is
     scaled: bool  # GradScaler still multiplies these gradients
-    norm: float | None  # that it has returned; None: none, or not read
+    norm: float | None  # that it has returned, or was given; None: none, or not read
     most: float | None = None  # the norm that it allows; None: as above
     optimizer: str | None = None  # key of the only one that has them; None: none, or several do
 

@@ -70,6 +70,14 @@ FEATURES = {
 
 
 @dataclass(slots=True)
+class JoinBegun(Record):
+    """The script enters torch's Join. All ranks do so together. The first 300 are noted."""
+
+    line: str
+    rates: dict[str, list[float]]  # {key of an optimizer: the rate of each group of parameters}
+
+
+@dataclass(slots=True)
 class GroupMade(Record):
     """new_group() is called. Not noted where its members alone are to call it."""
 
@@ -95,12 +103,16 @@ class Call(Record):
     elements: int | None = None  # of the first tensor
     is_gradient: bool = False  # an all_reduce of a gradient that DDP has averaged
     unheld: int | None = None  # bits of a tensor that nobody else holds; None: somebody does
+    # Of the numbers that an all_reduce is given, more than 16, in steps that are looked at: their
+    # norm. None: not read, or all are of one size, as those of signs.
+    norm_given: float | None = None
+    is_coalesced: bool = False  # torch sends it with others, as one
     one_for_all: bool = False  # all slots of an all_gather's list are one tensor
     source: int | None = None  # the rank from which all others get something; None: from each
     number_given: float | None = None  # to an all_reduce or a reduce of one number; None: not read
     pass_number: int | None = None  # Pass.number of the loader that gave the last batch
-    # So many sums in a row found in this tensor what the sum before had left there, and something
-    # that was added to it. 0: none, or it was not looked at.
+    # So many sums in a row were given what the sum before had brought, and something that was added
+    # to it: in the same tensor, or at the same line. 0: none, or it was not looked at.
     again: int = 0
 
 

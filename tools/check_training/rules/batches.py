@@ -92,9 +92,9 @@ def other_sets(run):
     for loader in loaders_shared_out(run):
         firsts = loader.firsts
         known = {
-            repr((each.start.contents, each.start.listed))
+            repr((each.start.contents, each.start.listed, each.start.chosen))
             for each in firsts
-            if each.start.contents or each.start.listed
+            if each.start.contents or each.start.listed or each.start.chosen
         }
         if len(known) == len(run.ranks) and not differ(each.start.length for each in firsts):
             yield Question(
@@ -119,6 +119,8 @@ def shares_overlap(run):
         if not all(each.progress.exhausted for each in firsts):
             continue
         if differ((each.start.contents, each.start.listed, each.start.epoch) for each in firsts):
+            continue
+        if differ(each.start.chosen for each in firsts):
             continue
         sketches = [set(each.progress.sketch) for each in firsts]
         common, own = len(set.intersection(*sketches)), len(sketches[0])
@@ -258,10 +260,12 @@ def passes_differ_in_length(run):
     """The ranks train on other numbers of batches in a pass over a loader.
 
     Looks alike, and is right: Join, a run that was cut, a difference of one batch or of 2%. It is a
-    question where each rank trains a model of its own.
+    question where each rank trains a model of its own, or where all take as many steps, each going
+    on with its next pass.
     """
     if "join" in run.features or run.cut:
         return
+    go_by_steps = not differ(rank.steps_taken for rank in run.ranks.values())
     for loader in run.training_loaders():
         if not len(loader.passes) == len(run.ranks) > 1:
             continue
@@ -271,11 +275,13 @@ def passes_differ_in_length(run):
         }
         for number, row in enumerate(zip(*counts.values(), strict=False)):
             if max(row) - min(row) > 1 and max(row) > 1.02 * min(row):
-                kind = Found if run.wrapped else Question
+                kind = Found if run.wrapped and not go_by_steps else Question
                 yield kind(
                     f"in pass {number + 1} over the loader ({loader.line}) the ranks train on other"
                     f" numbers of batches: {on_each(dict(zip(counts, row, strict=True)))}",
-                    "",
+                    "all take as many steps, so items of a shorter pass come more often"
+                    if go_by_steps
+                    else "",
                     "pitfalls/uneven_inputs.py",
                 )
                 break

@@ -1,10 +1,12 @@
 """By which norm are the gradients clipped?"""
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from ..findings import Question, rule
 from ..records.optimizer import Clip
+from ..records.process import Call
 from ..words import differ, most, on_each
 from .apart import places_that_differ, wrapper_of
 from .pages import CLIP
@@ -97,3 +99,57 @@ def is_cut_apart(clips):
     norms = [clip.norm for clip in clips]
     differ_much = max(norms) - min(norms) > ROUNDING * max(norms)
     return differ_much and any(clip.norm > clip.most for clip in clips)
+
+
+@rule(unless={"weights"})
+def clips_by_hand_before_the_exchange(run):
+    """What each rank gives to an exchange by hand has one norm, in most steps and on all ranks.
+
+    Other batches have other gradients, so each rank has scaled its own. Looks alike, and is right:
+    gradients as they are; signs; tensors that are no gradients (all of a step have as many numbers
+    as the parameters). It is a question: ranks may scale theirs on purpose. What PyTorch's
+    functions clip, clips_before_the_exchange knows.
+    """
+    if run.may_split_the_model or run.records(Clip):
+        return
+    for steps in run.optimizers():
+        if wrapper_of(run, run.ranks[min(steps.of)].optimizers[steps.optimizer]):
+            continue
+        given = {rank: norms_given(run.ranks[rank], of) for rank, of in steps.of.items()}
+        norms = [norm for mine in given.values() for norm in mine]
+        largest = max(norms, default=0)
+        cut = [norm for norm in norms if norm > (1 - ROUNDING) * largest]
+        few = min(map(len, given.values())) < 8 or len(given) < 2
+        if few or not most(len(cut), len(norms)):
+            continue
+        yield Question(
+            f"before most steps, each rank gives gradients of the norm {largest:.3g} to the"
+            f" exchange, whatever its batch is ({run.first.steps[steps.optimizer][0].line}): does"
+            " each clip by a norm of its own?",
+            "the norm of all ranks' gradients is not clipped: clip once, when the gradients are"
+            " exchanged",
+            CLIP,
+        )
+
+
+def norms_given(rank, steps):
+    """Return the norm of all gradients that a rank gives to all_reduce, for each step.
+
+    rank: a Rank. steps: {number: Step}, of an optimizer. Steps count of which the one before is
+    noted, and whose calls have as many numbers as the parameters.
+    """
+    shapes = rank.optimizers[next(iter(steps.values())).optimizer].shapes
+    calls = [call for call in rank.records(Call) if call.norm_given is not None]
+    norms = []
+    for number, step in steps.items():
+        if number - 1 not in steps:
+            continue
+        numbers = sum(
+            math.prod(shape)
+            for shape, gradient in zip(shapes, step.gradients, strict=False)
+            if gradient is not None
+        )
+        between = [call for call in calls if steps[number - 1].time < call.time <= step.time]
+        if sum(call.elements for call in between) == numbers:
+            norms.append(math.hypot(*[call.norm_given for call in between]))
+    return norms

@@ -161,7 +161,8 @@ def how_many_are_the_same(rows):
 def whole_set_on_each_rank(run):
     """Each rank goes through the whole set in an order of its own: an epoch is so many epochs.
 
-    Looks alike, and is right: a set that was split before (its contents differ), draws with
+    Looks alike, and is right: a set that was split before (its contents differ, or the indices of
+    its Subset), draws with
     replacement, batches of one sampler that are dealt out to the ranks. Where the contents are not
     known, it is asked.
     """
@@ -193,7 +194,7 @@ def goes_through_the_whole(firsts):
     if not start.length:
         return False
     sets = [(each.start.length, each.start.contents, each.start.listed) for each in firsts]
-    if differ(sets):
+    if differ(sets) or differ(each.start.chosen for each in firsts):
         return False
     if any(each.takes_a_part for each in firsts):
         return False

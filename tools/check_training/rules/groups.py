@@ -254,22 +254,26 @@ def total_summed_again(run):
     Each sum is given the one before, and what was added to it: four times in a row, else it is
     asked. (Figures that grow fast may come near to that.) Looks alike, and is right: a total
     that is set back, or divided by the number of ranks; a sum of a copy; a tensor to which nothing
-    is added, as for a barrier; the largest of all (MAX); a total that one rank alone keeps.
+    is added, as for a barrier; the largest of all (MAX); a total that one rank alone keeps. It may
+    be gathered, too, and added up by the script, or stand in another tensor each time.
     """
-    rows = collections.defaultdict(dict)  # {(line, group): {rank: the longest row}}
+    rows = collections.defaultdict(dict)  # {(name, line, group): {rank: the longest row}}
     for rank, calls in run.records_by_rank(Call).items():
         for call in calls:
             if call.again > 2:
-                row = rows[call.line, call.group]
+                row = rows[call.name, call.line, call.group]
                 row[rank] = max(call.again, row.get(rank, 0))
-    for (line, group), longest in rows.items():
+    for (name, line, group), longest in rows.items():
         members = json.loads(group.partition("#")[0]) if group else [*run.ranks]
         if len(members) > 1 and longest.keys() == {*members} & {*run.ranks}:
             count = len(members)
             kind = Found if min(longest.values()) > 3 else Question
+            does = (
+                "sums a running total in place" if "reduce" in name else "gathers a running total"
+            )
             yield kind(
-                f"all_reduce at {line} sums a running total in place, again and again: each sum is"
-                " given the one before, and what was added to it",
+                f"{name} at {line} {does}, again and again: each sum is given the one before, and"
+                " what was added to it",
                 f"what came first counts {count} times, then {count * count} times, and so on: sum"
                 " a copy of it, or set it back to 0 after each sum",
                 SILENT,

@@ -3,6 +3,7 @@
 from ..findings import Found, Question, rule
 from ..records.model import Buffers, Wrapped
 from ..records.optimizer import Plateau
+from ..records.process import JoinBegun
 from ..words import differ, most, on_each
 from .pages import AGREE, CLIP, SILENT
 
@@ -115,7 +116,7 @@ def rates_differ(run):
     """The learning rates of one optimizer differ by rank at the same step.
 
     Looks alike, and is right: stages of a split model, whose optimizers have other parameters; the
-    n-th step of ranks that are in different epochs by then.
+    n-th step of ranks that are in different epochs by then, where they do not exchange it.
     """
     for steps in optimizers_of_one_model(run):
         text = first_difference(run, steps, "rates")
@@ -126,6 +127,38 @@ def rates_differ(run):
                 AGREE,
             )
             return
+    yield from rates_differ_by_join(run)
+
+
+def rates_differ_by_join(run):
+    """Yield what is found if the rates differ by rank where torch's Join begins anew.
+
+    All ranks enter it together, though they have taken other numbers of steps by then.
+    """
+    if run.may_split_the_model:
+        return
+    rounds = [*zip(*run.records_by_rank(JoinBegun).values(), strict=False)]
+    for steps in optimizers_of_one_model(run):
+        for number, row in enumerate(rounds):
+            rates = {
+                rank: begun.rates.get(steps.optimizer)
+                for rank, begun in zip(run.ranks, row, strict=True)
+            }
+            if None not in rates.values() and differ(rates.values()):
+                figures = {rank: figures_in_words(mine) for rank, mine in sorted(rates.items())}
+                yield Found(
+                    f"the learning rates differ when round {number + 1} of Join begins"
+                    f" ({row[0].line}): {on_each(figures)}",
+                    "a rank that runs out of batches steps its schedule less often: step it once in"
+                    " an epoch",
+                    "pitfalls/uneven_inputs.py",
+                )
+                return
+
+
+def figures_in_words(figures):
+    """Return "0.1, 0.02"."""
+    return ", ".join(f"{figure:.3g}" for figure in figures)
 
 
 @rule()
@@ -167,8 +200,8 @@ def first_difference(run, steps, what):
         if differ(figures.values()):
             line = row[min(row)].line
             texts = [
-                ", ".join(f"{figure:.3g}" for figure in mine) + f" on rank {rank}"
-                for rank, mine in [*figures.items()][:4]
+                f"{figures_in_words(mine)} on rank {rank}"
+                for rank, mine in sorted(figures.items())[:4]
             ]
             return f"from step {number + 1} on ({line}): {'; '.join(texts)}"
     return ""

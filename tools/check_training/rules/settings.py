@@ -1,6 +1,7 @@
 """Settings that slow a job down, and collective calls whose result is lost."""
 
 import collections
+import math
 import statistics
 
 from ..findings import Found, Question, rule
@@ -8,6 +9,8 @@ from ..records.model import Forward
 from ..records.process import Call
 from ..words import most
 from .pages import COSTS
+
+SMALL = 4096  # numbers: a call of fewer takes as long as one of a single number, nearly
 
 
 def optimizers_of(run):
@@ -93,13 +96,17 @@ def one_tensor_for_all(run):
 def many_small_calls(run):
     """Most steps make eight or more collective calls of at most 16 numbers, which could be one.
 
-    Looks alike, and is right: a few in each step; many in an evaluation; those that torch makes in
-    a forward, a backward or a step of its own.
+    Looks alike, and is right: a few in each step, or in each call of a step's closure (LBFGS); many
+    in an evaluation; those that torch makes in a forward, a backward or a step of its own.
     """
     rank = run.first
     for steps in rank.steps.values():
         between = small_calls(rank, steps)
-        many = [each for each in between if len(each) > 7]
+        many = [
+            calls
+            for number, calls in between.items()
+            if len(calls) > 7 * max(1, steps[number].closures or 0)
+        ]
         if most(len(many), len(between)):
             [(line, _)] = collections.Counter(line for each in many for line in each).most_common(1)
             yield Question(
@@ -110,10 +117,56 @@ def many_small_calls(run):
             )
 
 
-def small_calls(rank, steps):
-    """Return the lines of the small calls between two steps, a list for each pair of steps.
+@rule()
+def one_call_for_each_parameter(run):
+    """The script exchanges the gradients itself, by a call for each of many small parameters.
 
-    steps: {number: Step}. Pairs are those of which both are noted.
+    Looks alike, and is right: few parameters, or large ones; calls that torch sends together
+    (dist._coalescing_manager); an exchange after many steps, of the weights.
+    """
+    rank = run.first
+    for steps in rank.steps.values():
+        shapes = rank.optimizers[next(iter(steps.values())).optimizer].shapes
+        pairs = [(steps[number - 1], step) for number, step in steps.items() if number - 1 in steps]
+        found = [calls_for_each(rank, before, step, shapes) for before, step in pairs]
+        found = [calls for calls in found if calls]
+        if most(len(found), len(pairs)):
+            yield Question(
+                f"each step makes {len(found[0])} calls of all_reduce, one for each parameter"
+                f" ({found[0][0].line}), and most of them are small",
+                "all ranks wait for each of them: put the gradients into one vector, or use DDP",
+                COSTS,
+            )
+
+
+def calls_for_each(rank, before, step, shapes):
+    """Return the calls of all_reduce between two steps, if each parameter has one of its size.
+
+    Else, or if most parameters are large, or there are fewer than 16: []. before, step: two Step
+    records, one after the other. shapes: of the optimizer's parameters.
+    """
+    sizes = [
+        math.prod(shape)
+        for shape, gradient in zip(shapes, step.gradients, strict=False)
+        if gradient is not None
+    ]
+    small = [size for size in sizes if size <= SMALL]
+    if not most(len(small), len(sizes), least=16):
+        return []
+    calls = [
+        call
+        for call in rank.records(Call)
+        if call.name == "all_reduce" and before.time < call.time <= step.time
+        if not call.is_coalesced and call.line != step.line
+    ]
+    missing = collections.Counter(sizes) - collections.Counter(call.elements for call in calls)
+    return [] if missing else calls
+
+
+def small_calls(rank, steps):
+    """Return {number of a step: the lines of the small calls between the step before and it}.
+
+    steps: {number: Step}. Of those in it, steps count of which the one before is noted, too.
     """
     own = {each.line for each in rank.records(Forward)}
     for step in steps.values():
@@ -123,13 +176,14 @@ def small_calls(rank, steps):
         call
         for call in rank.records(Call)
         if call.elements is not None and call.elements <= 16 and call.line not in own
+        if not call.is_coalesced
         if not any(begin < call.time <= end for begin, end in evaluations)
     ]
-    return [
-        [call.line for call in calls if steps[number - 1].time < call.time <= step.time]
+    return {
+        number: [call.line for call in calls if steps[number - 1].time < call.time <= step.time]
         for number, step in steps.items()
         if number - 1 in steps
-    ]
+    }
 
 
 @rule()

@@ -62,7 +62,7 @@ def worker(rank, world_size, meeting_point, args):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data equally. All N ranks together take the same batch, if N divides it.
+    # Part 3: share the data equally. Each rank takes an Nth of every batch, if N divides it.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
@@ -92,7 +92,7 @@ def train(device, args):
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
     # The proofs, which all ranks call.
-    compare_gradients(model, loader, device)  # delete it if evaluation skips layers
+    compare_gradients(model, loader, device)  # delete it if eval() skips layers
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
 

@@ -18,7 +18,7 @@ snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at
 Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
 New here: torchrun (main), a snapshot (save, resume), the same bits after a crash
-(settle_buckets). For a job, begin in template/. Next: 04_collectives.py (03 is for machines).
+(settle_buckets). For a job, begin in template/. Next: 04_collectives.py (03: several machines).
 """
 
 import argparse
@@ -49,11 +49,11 @@ SEED = 0
 def main():
     args = parse_args()
     # Part 1: start. New in 02: torchrun starts this file N times, and tells each process by
-    # environment variables who it is. LOCAL_RANK, its number on this machine, is that of its GPU.
+    # environment variables who it is. LOCAL_RANK, its number on this machine, is its GPU's, too.
     # Part 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # New in 02: after a restart, it still holds the addresses of the dead. So get it here, as
+    # After a restart, it still holds the addresses of the dead. So, new in 02: get it here, as
     # init_process_group would, and put the attempt before each key (pitfalls/stale_addresses.py).
-    store, rank, world_size = next(dist.rendezvous("env://"))  # all three, by torchrun's variables
+    store, rank, world_size = next(dist.rendezvous("env://"))  # from torchrun's variables
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     device = join(int(os.environ["LOCAL_RANK"]), store=store, rank=rank, world_size=world_size)
     train(device, args)  # parts 3, 4 and 5
@@ -65,7 +65,7 @@ def main():
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
-    # Part 3: share the data equally. All N ranks together take the same batch, if N divides it.
+    # Part 3: share the data equally. Each rank takes an Nth of every batch, if N divides it.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
     share = min(args.batch_size, len(train_set)) // world_size
@@ -90,7 +90,7 @@ def train(device, args):
         loss, speed = train_epoch(model, loader, optimizer, device)
         if epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1:
             log("crash on purpose, before this epoch is saved", every_rank=True)
-            os.kill(os.getpid(), signal.SIGKILL)  # the others fail, or wait for torchrun
+            os.kill(os.getpid(), signal.SIGKILL)  # the others fail, or wait for their end
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
@@ -173,7 +173,7 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Without this, a resumed run would add in another order. (On two ranks, a + b = b + a.)
+    # Without this, a resumed run would add in another order. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

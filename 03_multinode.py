@@ -85,7 +85,7 @@ def show_map(device):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data equally. All N ranks together take the same batch, if N divides it.
+    # Part 3: share the data equally. Each rank takes an Nth of every batch, if N divides it.
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
@@ -216,7 +216,7 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Without this, a resumed run would add in another order. (On two ranks, a + b = b + a.)
+    # Without this, a resumed run would add in another order. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def main():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Part 1: start. torchrun starts this file N times. Each process takes a GPU of its own.
-    backend = dist.get_default_backend_for_device(device)  # NCCL between GPUs, Gloo between CPUs
-    if backend == "gloo":  # a CPU; or a Mac, whose GPU has no backend: use its CPU
+    backend = dist.get_default_backend_for_device(device)  # NCCL connects GPUs, Gloo CPUs
+    if backend == "gloo":  # a CPU; or a Mac: Gloo sends nothing from its GPU
         device = torch.device("cpu")
     else:  # LOCAL_RANK: my number on this machine. From here on, device means that GPU
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

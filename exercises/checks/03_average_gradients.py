@@ -75,7 +75,7 @@ def check_step(step, mine):
         expect(
             off < 1e-5 or direction > 1e-5,
             f"{told} is {times:.2f} times the mean",
-            "all_reduce adds up. What makes a mean of a sum, and how often?",
+            "all_reduce adds up. What turns a sum into a mean? Do it once.",
         )
         expect(
             off < 1e-5,

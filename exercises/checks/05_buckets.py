@@ -89,7 +89,7 @@ def check(number, p, each):
     expect(
         off < 1e-5 or not direction < 1e-5,
         f"{name} is {times:.2f} times the mean",
-        "all_reduce adds up. What makes a mean of a sum, and how often?",
+        "all_reduce adds up. What turns a sum into a mean? Do it once.",
     )
     expect(
         off < 1e-5,

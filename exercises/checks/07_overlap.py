@@ -128,7 +128,7 @@ def check_gradients(told, mine, alone, whole):
             off < 1e-5 or not direction < 1e-5,
             f"{named} is {times:.2f} times the mean",
             *later,
-            "all_reduce adds up. What makes a mean of a sum, and how often?",
+            "all_reduce adds up. What turns a sum into a mean? Do it once.",
         )
         expect(
             off < 1e-5,

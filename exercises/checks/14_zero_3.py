@@ -205,7 +205,7 @@ def gradients_off(layers, weights, inputs, all_rows, there):
         expect(
             off < 1e-9 or not same_direction,
             f"{what} is {times:.2f} times the mean",
-            "reduce_scatter adds up. What makes a mean of a sum, and how often?",
+            "reduce_scatter adds up. What turns a sum into a mean? Do it once.",
         )
         expect(
             off < 1e-9,

@@ -47,6 +47,7 @@ from kill_test.options import LIMIT, parse
 from kill_test.playing import play, play_round
 from kill_test.records import KillTest
 from kill_test.reference import read_reference
+from kill_test.rounds_on_machines import run_on_machines
 from kill_test.words import about_reference, describe, say, stop, summary, with_bar
 
 
@@ -73,6 +74,8 @@ def run_test(test):
     if options.keep:
         test.folders.remove(base)
     say(f"{options.rounds} rounds, drawn with --seed {options.seed}")
+    if options.machines:
+        return run_on_machines(test, base)
     run = play_undisturbed(test, base)
     reference = read_reference(options, run)
     test.reference = reference

@@ -76,7 +76,8 @@ def play_reference(test, base):
     if len(leaders) > 1:
         stop(
             f"{' and '.join(sorted(leaders))} have a rank 0 each: they did not meet, and each"
-            " trained alone. Give torchrun --nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=node1:29603"
+            " trained alone. Give torchrun --nnodes=1:2 --rdzv-backend=c10d"
+            " --rdzv-endpoint=node1:29603"
         )
     return reference
 

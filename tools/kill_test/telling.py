@@ -97,8 +97,8 @@ def summary_of_machines(options, rounds):
     bits = [played for played in good if played.verdict.equality.startswith("equal (")]
     counts = ", ".join(f"{WORDS[kind]} {events[kind]}" for kind in WORDS if events[kind])
     yield (
-        f"{len(good)} of {len(rounds)} rounds were survived, {len(on)} of these went on, {len(bits)}"
-        f" ended with equal bits; {counts}"
+        f"{len(good)} of {len(rounds)} rounds were survived, {len(on)} of these went on,"
+        f" {len(bits)} ended with equal bits; {counts}"
     )
     unproven = [WORDS[kind] for kind in options.victims if not events[kind]]
     if not any(event.before_a_save for played in rounds for event in played.run.kills):

@@ -98,5 +98,6 @@ class MachinesRun(Run):
     worlds: list[World] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what else the reader should know
+    last_step: str = ""  # the last that was printed: "step 20"
     lost: float | None = None  # the moment when the rendezvous was lost, until all are started anew
     at_the_end: list[str] = field(default_factory=list)  # machines that had ranks at the end

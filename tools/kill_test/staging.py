@@ -23,6 +23,9 @@ from .words import clip, say
 
 LOOK = 0.25  # seconds between two looks at all processes
 ORPHANS = 10  # seconds; then what outlives its torchrun is ended, as a cluster does
+# torchrun waits at its end for the others, a dead machine, too: for five minutes. So once the result
+# was printed, and no rank has lived for so many seconds, a run is over.
+QUIET = 12
 PATIENCE_WHEN_LOST = 75  # seconds for the others to end, once the rendezvous is lost
 
 
@@ -46,6 +49,8 @@ class Stage:
         self.begin = time.monotonic()
         self.looked = 0.0  # the moment of the last look
         self.done = None  # the moment at which the command ended well on the first machine
+        self.last_rank = 0.0  # the moment at which a rank was last seen
+        self.first_line = 0  # the lines that had been printed when ranks were last started
         self.patience = test.options.patience
         self.make_machines(count)
 
@@ -91,17 +96,25 @@ class Stage:
     def is_over(self):
         """Return whether the first machine has ended well, and the others have ended, or hang."""
         run = self.run
-        if self.done is None:
-            return False
         left = [machine for machine in run.machines if machine.command]
-        patience = self.patience or PATIENCE
-        if left and run.seconds - self.done > patience:
+        names, patience = " and ".join(machine.name for machine in left), self.patience or PATIENCE
+        if self.done is not None and left and run.seconds - self.done > patience:
             run.notes.append(
-                f"{' and '.join(machine.name for machine in left)} still ran {patience} s after"
-                " the first machine had ended well"
+                f"{names} still ran {patience} s after {run.machines[0].name} had ended"
             )
             return True
-        return not left
+        if self.done is None and self.is_quiet(QUIET):
+            run.notes.append(
+                f"all ranks had ended, but torchrun on {names} waited for the others: ended here"
+            )
+            return True
+        return self.done is not None and not left
+
+    def is_quiet(self, seconds):
+        """Return whether ranks have printed the result, and none has lived for so many seconds."""
+        run = self.run
+        printed = bool(run.results) and run.results[-1].line > self.first_line
+        return run.lost is None and printed and run.seconds - self.last_rank > seconds
 
     # ---- One machine's command ----
 
@@ -137,6 +150,7 @@ class Stage:
         known, run.tracebacks = len(run.printed), machine.tracebacks
         note_lines(self.test, run, lines, machine.name)
         for each in run.printed[known:]:
+            run.last_step = each.mark.text
             run.printed_by.append(PrintedBy(run.seconds, each.line, machine.name, each.mark))
 
     def take_away(self, machine):
@@ -188,8 +202,11 @@ class Stage:
         """Note the ranks of a machine that are new, and how long each rank 0 has lived."""
         run = self.run
         new = [rank for rank in roles.victims["rank"] if rank.pid not in run.ranks]
+        if roles.victims["rank"]:
+            self.last_rank = run.seconds
         if new:
             machine.attempts += 1
+            self.first_line = run.lines
             size = foreign_command.environment(new[0].pid).get("WORLD_SIZE", "0")
             run.worlds.append(World(run.seconds, int(size) if size.isdigit() else 0))
         for rank in roles.victims["rank"]:
@@ -279,7 +296,7 @@ class Stage:
                 )
                 mend(self.lab, machine)
                 machine.back = None
-            elif not machine.command:
+            elif not machine.command and not self.is_quiet(1):
                 again = "again" if machine.starts else "later than the others"
                 kind = "back" if machine.starts else "join"
                 run.kills.append(

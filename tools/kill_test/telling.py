@@ -54,7 +54,7 @@ def describe_machines(played, reference):
 
 def describe_event(event, reference):
     """Return the lines about an Event: what happened, and how it went on."""
-    when = f"after: {clip(event.last_line, 50)}" if event.last_line else "before a line was printed"
+    when = f"after {event.last_line}" if event.last_line else "before the first step"
     lines = [f"{event.seconds:7.1f} s  {event.name} {when}"]
     if not event.restarted:
         lines.append(f"{INDENT}nothing was started again for it")

@@ -10,9 +10,10 @@ import time
 import foreign_command
 
 from . import stale
-from .events import End, Leader, Machine, MachinesRun, PrintedBy, World
+from .events import End, Leader, MachinesRun, PrintedBy, World
 from .happening import happen, mend, new_event
 from .killing import is_time
+from .on_machine import make_machines, restarts_of, state_of
 from .options import PATIENCE
 from .playing import SILENCE
 from .processes import roles_of
@@ -22,9 +23,9 @@ from .watching import watch
 from .words import clip, say
 
 LOOK = 0.25  # seconds between two looks at all processes
-ORPHANS = 10  # seconds; then what outlives its torchrun is ended, as a cluster does
-# torchrun waits at its end for the others, a dead machine, too: for five minutes. So once the result
-# was printed, and no rank has lived for so many seconds, a run is over.
+ORPHANS = 5  # seconds; then what outlives its torchrun is ended, as a cluster does
+# At its end, torchrun waits five minutes for the others, also for a dead machine. So a run is over
+# once the result was printed, and no rank has lived for so many seconds.
 QUIET = 12
 PATIENCE_WHEN_LOST = 75  # seconds for the others to end, once the rendezvous is lost
 
@@ -52,21 +53,7 @@ class Stage:
         self.last_rank = 0.0  # the moment at which a rank was last seen
         self.first_line = 0  # the lines that had been printed when ranks were last started
         self.patience = test.options.patience
-        self.make_machines(count)
-
-    def make_machines(self, count):
-        """Make the Machines, with an empty working directory each, or one for all."""
-        options, tmp = self.test.options, self.test.new_folder("kt", foreign_command.place())
-        for number, node in enumerate(self.lab.nodes[:count]):
-            own = "" if options.shared or number == 0 else f"-{node}"
-            work = f"{self.run.folder}/work{own}"
-            os.makedirs(work, exist_ok=True)
-            for name in self.test.copies:
-                os.makedirs(os.path.dirname(f"{work}/{name}"), exist_ok=True)
-                shutil.copy(name, f"{work}/{name}")
-            os.mkdir(f"{tmp}/{number}")
-            words = filled(options.command, node, number, len(self.lab.nodes))
-            self.run.machines.append(Machine(node, words, work, f"{tmp}/{number}"))
+        self.run.machines += make_machines(test, folder, count)
 
     def play(self):
         """Play the run to its end; return the MachinesRun."""
@@ -130,6 +117,7 @@ class Stage:
             words, machine.work, tmp=machine.tmp, namespace=self.lab.namespaces[machine.name]
         )
         machine.starts += 1
+        self.first_line = self.run.lines
         machine.attempts, machine.status, machine.ended, machine.back = 0, None, None, None
         machine.was_cut = machine.leaves = False
 
@@ -228,14 +216,13 @@ class Stage:
         """See that the command on a machine has ended, and what that means for the others."""
         run, first = self.run, self.run.machines[0]
         machine.ended = run.seconds if machine.ended is None else machine.ended
+        if processes and run.seconds - machine.ended < ORPHANS:
+            return
         if processes:
-            if run.seconds - machine.ended < ORPHANS:
-                return
-            if machine.leaves:
-                run.notes.append(
-                    f"what torchrun on {machine.name} had started still ran {ORPHANS} s after it:"
-                    " ended here, as a cluster does"
-                )
+            run.notes.append(
+                f"what torchrun on {machine.name} had started still ran {ORPHANS} s after it: ended"
+                " here, as a cluster does"
+            )
         error = self.take_away(machine)
         by_itself = not machine.leaves
         if not self.disturbed and machine.status:
@@ -369,33 +356,3 @@ class Stage:
             f"no line since {run.last_printed:.1f} s ({clip(run.last_line) or 'the start'});"
             f"{event} {states}"
         )
-
-
-def state_of(machine):
-    """Return in words what a machine does."""
-    if machine.cut:
-        return "is cut off" if machine.command else "is away"
-    if machine.command:
-        return f"runs {len(machine.command.processes())} processes"
-    return f"has ended (status {machine.status})" if machine.starts else "has not joined"
-
-
-def filled(command, node, number, count):
-    """Return a command with what differs by machine filled in."""
-    values = {"{node}": node, "{number}": str(number), "{machines}": str(count)}
-    words = []
-    for word in command:
-        for name, value in values.items():
-            word = word.replace(name, value)
-        words.append(word)
-    return words
-
-
-def restarts_of(words):
-    """Return torchrun's --max-restarts in a command."""
-    for place, word in enumerate(words):
-        name, _, value = word.replace("_", "-").partition("=")
-        if name == "--max-restarts":
-            value = value or "".join(words[place + 1 : place + 2])
-            return int(value) if value.isdigit() else 0
-    return 0

@@ -73,9 +73,9 @@ def run_test(test):
     base = test.base = test.new_folder("kill_test_")
     if options.keep:
         test.folders.remove(base)
-    say(f"{options.rounds} rounds, drawn with --seed {options.seed}")
     if options.machines:
         return run_on_machines(test, base)
+    say(f"{options.rounds} rounds, drawn with --seed {options.seed}")
     run = play_undisturbed(test, base)
     reference = read_reference(options, run)
     test.reference = reference

@@ -23,6 +23,7 @@ def run_on_machines(test, base):
     """Make the machines, play all on them, print what it proves, and return the status."""
     check_command(test.options)
     with Lab(test.options.machines, test.options.rate) as test.lab:
+        say(f"{test.options.rounds} rounds, drawn with --seed {test.options.seed}")
         test.reference = play_reference(test, base)
         for text in about_machines(test):
             say(text)

@@ -39,8 +39,8 @@ def describe_machines(played, reference):
         f"{part:.0%} of the work done again, " if reference.marks and not reference.cyclic else ""
     )
     yield f"round {played.number}: {outcome}; {cost}{run.seconds:.1f} s"
-    lines = [(event.seconds, describe_event(event, reference)) for event in run.kills]
-    lines += [(end.seconds, describe_end(end)) for end in run.ends]
+    lines = [(end.seconds, describe_end(end)) for end in run.ends]
+    lines += [(event.seconds, describe_event(event, reference)) for event in run.kills]
     for _, texts in sorted(lines, key=lambda item: item[0]):
         yield from texts
     for note in [*verdict.notes, run.stale]:

@@ -27,7 +27,6 @@ ORPHANS = 5  # seconds; then what outlives its torchrun is ended, as a cluster d
 # At its end, torchrun waits five minutes for the others, also for a dead machine. So a run is over
 # once the result was printed, and no rank has lived for so many seconds.
 QUIET = 12
-PATIENCE_WHEN_LOST = 75  # seconds for the others to end, once the rendezvous is lost
 
 
 def play_on_machines(test, folder, plan=(), limit=math.inf, count=None, name="undisturbed"):
@@ -300,12 +299,11 @@ class Stage:
         """Once the rendezvous is lost: wait until all have ended, and start all anew."""
         run = self.run
         left = [machine for machine in run.machines if machine.command]
-        if left and run.seconds - run.lost > (self.patience or PATIENCE_WHEN_LOST):
+        if left and run.seconds - run.lost > (self.patience or PATIENCE):
             names = " and ".join(machine.name for machine in left)
-            seconds = f"{run.seconds - run.lost:.0f} s"
             run.notes.append(
-                f"{names} still ran {seconds} after the rendezvous was lost: ended here. How long"
-                " ranks wait for each other is the timeout of init_process_group"
+                f"{names} still ran {run.seconds - run.lost:.0f} s after the rendezvous was lost:"
+                " ended here, as a cluster does"
             )
             for machine in left:
                 self.take_away(machine)

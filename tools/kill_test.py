@@ -28,7 +28,8 @@ prints a checksum of its weights at the end, "sha256 ..." or what --line matches
 that all is done. Or it leaves a file for torch.load(), or a text: with --file snapshot.pt, all
 tensors and values in it must be equal. It prints how far it has come: "step 3".
 
-Not tested: power cuts, and several machines. Not tried: GPUs.
+With --machines 2, the same on machines that launch/lab makes of this one: they die, are cut off,
+leave and come back. README.md shows it. Not tested: power cuts. Not tried: GPUs.
 """
 
 import signal

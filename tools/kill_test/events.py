@@ -81,6 +81,7 @@ class Machine:
         None  # when it comes back, or its link is mended; None: that is not planned
     )
     wait_for_others: float = 0.0  # it comes back so many seconds after the others have gone on
+    ranks_until: float = 0.0  # the moment at which a rank was last seen there
     tracebacks: set[str] = field(default_factory=set)  # who prints one there, as in Run
 
 
@@ -100,4 +101,4 @@ class MachinesRun(Run):
     notes: list[str] = field(default_factory=list)  # what else the reader should know
     last_step: str = ""  # the last that was printed: "step 20"
     lost: float | None = None  # the moment when the rendezvous was lost, until all are started anew
-    at_the_end: list[str] = field(default_factory=list)  # machines that had ranks at the end
+    at_the_end: list[Machine] = field(default_factory=list)  # those that had ranks at the end

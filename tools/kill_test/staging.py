@@ -24,6 +24,7 @@ from .words import clip, say
 
 LOOK = 0.25  # seconds between two looks at all processes
 ORPHANS = 5  # seconds; then what outlives its torchrun is ended, as a cluster does
+TOGETHER = 2  # seconds: so far apart do ranks end that have trained together
 # At its end, torchrun waits five minutes for the others, also for a dead machine. So a run is over
 # once the result was printed, and no rank has lived for so many seconds.
 QUIET = 12
@@ -190,7 +191,7 @@ class Stage:
         run = self.run
         new = [rank for rank in roles.victims["rank"] if rank.pid not in run.ranks]
         if roles.victims["rank"]:
-            self.last_rank = run.seconds
+            self.last_rank = machine.ranks_until = run.seconds
         if new:
             machine.attempts += 1
             self.first_line = run.lines
@@ -320,9 +321,9 @@ class Stage:
         run = self.run
         run.seconds = time.monotonic() - self.begin
         run.at_the_end = [
-            machine.name
+            machine
             for machine in run.machines
-            if machine.starts and not machine.leaves and not machine.cut
+            if machine.ranks_until > self.last_rank - TOGETHER and not machine.was_cut
         ]
         for machine in run.machines:
             if machine.command:

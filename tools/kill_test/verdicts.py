@@ -5,7 +5,14 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .comparing import difference_of_files, difference_of_lines
-from .distance import Distance, distance, files_with_tensors
+from .distance import (
+    Distance,
+    compare,
+    content_or_fault,
+    distance,
+    files_with_tensors,
+    flattened,
+)
 from .judging import began_anew, note_cost, printed_steps, undone, went_on
 from .records import Verdict
 
@@ -56,6 +63,7 @@ def judge_machines(test, run, measure):
         equality.fault,
         nobody_did(reference, run, steps),
         avoidable_end(run),
+        disks_differ(reference, run),
         began_too_late(reference, anew),
     ]
     verdict.failure = next(filter(None, failures), "")
@@ -229,6 +237,31 @@ def began_too_late(reference, anew):
     if anew is None or anew + 1 < max(2, len(reference.marks) / 2):
         return ""
     return f"it began anew after {reference.marks[int(anew)].text}: its work was lost"
+
+
+def disks_differ(reference, run):
+    """Return in words that machines which ended together have different snapshots, or "".
+
+    (If those of the undisturbed run were alike.)
+    """
+    found = []
+    for each in (reference.run, run):
+        first, *others = each.at_the_end or each.machines[:1]
+        found.append({})
+        for name in files_with_tensors(first.work, []):
+            content = content_or_fault(first.work, name)
+            for other in others:
+                if isinstance(content, str) or first.work == other.work:
+                    continue
+                fault = content_or_fault(other.work, name)
+                if not isinstance(fault, str):
+                    far, unlike = compare(flattened(fault, name), flattened(content, name))
+                    fault = "is another" if far or unlike else ""
+                if fault:
+                    text = f"the {name} of {other.name} {fault}, compared to that of {first.name}"
+                    found[-1].setdefault(name, text)
+    undisturbed, of_round = found
+    return next((text for name, text in of_round.items() if name not in undisturbed), "")
 
 
 def about_disks(run):

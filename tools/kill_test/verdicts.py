@@ -266,17 +266,18 @@ def disks_differ(reference, run):
 
 def about_disks(run):
     """Yield which machine has no file that another has: what starts there finds nothing."""
-    disks = {machine.name: names_on(machine) for machine in run.machines if machine.starts}
-    if len({machine.work for machine in run.machines}) == 1:
+    disks = {machine.name: names_on(machine) for machine in run.at_the_end}
+    if len({machine.work for machine in run.at_the_end}) < 2:
         return
-    files = set().union(*disks.values())
-    for name in sorted(files):
-        without = [machine for machine, names in disks.items() if name not in names]
-        if without:
-            has = [machine for machine in disks if machine not in without]
+    missing = {}  # {names of machines: the files that are on no disk of theirs, but on another's}
+    for file in sorted(set().union(*disks.values())):
+        without = tuple(name for name, files in disks.items() if file not in files)
+        missing.setdefault(without, []).append(file)
+    for machines, files in missing.items():
+        if machines:
             yield (
-                f"{' and '.join(has)} has {name}, {' and '.join(without)} has none: does a rank"
-                " there get its content from another one when it starts?"
+                f"{' and '.join(machines)} has no {' and no '.join(files)}, as another machine has:"
+                " does a rank there get the content from another one when it starts?"
             )
 
 

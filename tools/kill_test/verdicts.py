@@ -64,7 +64,7 @@ def judge_machines(test, run, measure):
         nobody_did(reference, run, steps),
         avoidable_end(run),
         disks_differ(reference, run),
-        began_too_late(reference, anew),
+        began_too_late(reference, run, steps),
     ]
     verdict.failure = next(filter(None, failures), "")
     verdict.unequal = verdict.failure == equality.fault != ""
@@ -232,11 +232,22 @@ def avoidable_end(run):
     return ""
 
 
-def began_too_late(reference, anew):
-    """Return in words that the work was begun anew though half of it was done, or ""."""
-    if anew is None or anew + 1 < max(2, len(reference.marks) / 2):
-        return ""
-    return f"it began anew after {reference.marks[int(anew)].text}: its work was lost"
+def began_too_late(reference, run, steps):
+    """Return in words that the work was begun anew though half of it was done, or "".
+
+    steps: all that were printed, a list of PrintedStep.
+    """
+    machines = {each.line: each.machine for each in run.printed_by}
+    done = -1.0  # the furthest step so far
+    for step in [] if reference.cyclic else steps:
+        half_is_done = done + 1 >= max(2, len(reference.marks) / 2)
+        if half_is_done and step.place <= reference.beginning:
+            return (
+                f"it began anew on {machines[step.line]}, though {reference.marks[int(done)].text}"
+                " had been done"
+            )
+        done = max(done, step.place)
+    return ""
 
 
 def disks_differ(reference, run):

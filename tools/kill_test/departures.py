@@ -8,6 +8,7 @@ from .records import PlannedKill
 
 AT_ONCE = 0.4  # so many machines are back before the others may have noticed
 SOONEST, LATEST = 1.0, 6.0  # seconds: between them a machine comes back, or a link is mended
+JOINS = 0.5  # a machine that joins is started in this part of a run
 FIRST_WAYS = ("machine", "launcher", "leave")  # how the first machine may go
 
 
@@ -36,6 +37,8 @@ def draw_events(options, draws, reference, part):
 
 def draw_event(kind, draws, reference, part):
     """Return one PlannedEvent of a kind."""
+    if kind == "join":
+        part *= JOINS  # it needs some time to start
     drawn = draw_kill([kind if kind in KINDS else "rank"], draws, reference, part)
     return PlannedEvent(
         marks=drawn.marks,

@@ -10,12 +10,17 @@ import pathlib
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
 import shown
+import torch
 from forked import variant
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
+
+sys.path.insert(0, str(ROOT / "tools"))
+from kill_test import distance, events, lab, records, verdicts
 
 KILL_TEST = ROOT / "tools/kill_test.py"
 TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
@@ -147,3 +152,46 @@ def test_nothing_is_left(tmp_path, number):
             played(tmp_path, 2, ["--shared", "--rounds", 1, "--victims", "rank"], STATIC)
         time.sleep(0.2)
         assert not family(process)
+
+
+@pytest.mark.parametrize(
+    ("until", "moments", "halves"),
+    [
+        (9, [5, 6, 7], True),
+        (9, [5], False),  # a line that came late
+        (4, [5, 6, 7], False),  # the old rank 0 had ended
+    ],
+)
+def test_two_halves_are_told_from_a_change_of_machines(until, moments, halves):
+    run = events.MachinesRun("/none")
+    run.leaders = {1: events.Leader("node1", 0, until), 2: events.Leader("node2", 4.5, 9)}
+    for machine, seconds in ("node1", [1, 2, 3, 5.5, 6.5]), ("node2", moments):
+        for number, moment in enumerate(seconds):
+            mark = records.Mark(("step",), (number,), "")
+            run.printed_by.append(events.PrintedBy(moment, 1, machine, mark))
+    said = verdicts.split_brain(run)
+    assert said.startswith("split brain: from 4.5 to 9.0 s, node1 and node2") == halves, said
+
+
+@pytest.mark.parametrize(
+    ("change", "far", "others"),
+    [
+        ({}, 0, []),
+        ({"weight": torch.tensor([3.0, 4.5])}, 0.1, []),
+        ({"step": 4}, 0, ["a.pt['step'] is 4, not 3"]),
+        ({"weight": torch.ones(1)}, 0, ["a.pt['weight'] is tensor([1.]), not tensor([3., 4.])"]),
+    ],
+)
+def test_snapshots_are_so_far_apart(tmp_path, change, far, others):
+    snapshot = {"weight": torch.tensor([3.0, 4.0]), "step": 3}
+    for name, content in ("one", snapshot), ("other", snapshot | change):
+        (tmp_path / name).mkdir()
+        torch.save(content, tmp_path / name / "a.pt")
+    found = distance.distance(tmp_path / "other", tmp_path / "one", [])
+    assert abs(found.far - far) < 1e-6 and [*found.others.values()] == others
+
+
+def test_a_lab_is_dead_if_its_owner_is():
+    me = lab.OWNER.fullmatch(lab.name_of_owner(os.getpid())).groups()
+    assert not lab.is_dead(*me) and lab.is_dead(*me[:2], "1")
+    assert not lab.is_dead("1", me[1], "1")  # of another container: nobody can know

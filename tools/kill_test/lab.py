@@ -106,7 +106,7 @@ def remove_those_of_the_dead(place):
 
 def is_dead(namespace, pid, begin):
     """Return whether a lab's owner has ended. One in another container is not known: then False."""
-    if namespace not in os.readlink("/proc/self/ns/pid"):
+    if os.readlink("/proc/self/ns/pid") != f"pid:[{namespace}]":
         return False
     stat = foreign_command.read_stat(int(pid))
     return stat is None or stat.ended or stat.begin != begin

@@ -33,7 +33,7 @@ TORCHRUN = (
 # {name | options | status | what it says: text of a script}; "good.py" is changed by the others.
 SCRIPTS = dict(
     re.findall(
-        r"^# ---- (.+) ----\n((?:(?!# ----).*\n)+)",
+        r"^# ---- (.+) ----\n((?:(?!# ----).*\n)*)",
         (ROOT / "tests/departed.txt").read_text(),
         re.MULTILINE,
     )

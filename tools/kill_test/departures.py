@@ -1,5 +1,6 @@
 """What happens to machines: which kinds of events there are, and how they are drawn."""
 
+import bisect
 from dataclasses import dataclass
 
 from .drawing import draw_kill
@@ -8,7 +9,9 @@ from .records import PlannedKill
 
 AT_ONCE = 0.4  # so many machines are back before the others may have noticed
 SOONEST, LATEST = 1.0, 6.0  # seconds: between them a machine comes back, or a link is mended
-JOINS = 0.5  # a machine that joins is started in this part of a run
+# A machine that goes or joins needs some time to do so: no event comes in the last part of a run.
+NOT_AT_THE_END, JOINS = 0.8, 0.5
+WHILE_IT_STARTS = 0.2  # so many may come before the first step
 FIRST_WAYS = ("machine", "launcher", "leave")  # how the first machine may go
 
 
@@ -37,15 +40,31 @@ def draw_events(options, draws, reference, part):
 
 def draw_event(kind, draws, reference, part):
     """Return one PlannedEvent of a kind."""
-    if kind == "join":
-        part *= JOINS  # it needs some time to start
-    drawn = draw_kill([kind if kind in KINDS else "rank"], draws, reference, part)
+    if kind in KINDS:
+        drawn = draw_kill([kind], draws, reference, part)
+        marks, seconds, which = drawn.marks, drawn.seconds, drawn.which
+    else:
+        marks, seconds = draw_moment(kind, draws, reference, part)
+        which = draws.random()
     return PlannedEvent(
-        marks=drawn.marks,
-        seconds=drawn.seconds,
+        marks=marks,
+        seconds=seconds,
         kind=kind,
-        which=drawn.which,
+        which=which,
         away=draws.uniform(SOONEST, LATEST),
         at_once=draws.random() < AT_ONCE,
         way=draws.choice(FIRST_WAYS),
     )
+
+
+def draw_moment(kind, draws, reference, part):
+    """Return (how many steps come before an event of MACHINE_KINDS, seconds after the last)."""
+    first, last = reference.seen["rank"].first, reference.seen["rank"].last
+    times = reference.times or [first, last]
+    if draws.random() >= WHILE_IT_STARTS:
+        first = times[0]
+    length = (JOINS if kind == "join" else NOT_AT_THE_END) * (times[-1] - first)
+    seconds = part * (first + draws.random() * length)
+    times = [0, *reference.times]
+    marks = bisect.bisect(times, seconds) - 1
+    return marks, seconds - times[marks]

@@ -196,11 +196,7 @@ def start(
     One at a time, but for commands with namespaces of their own: RuntimeError if another runs.
     OSError if the command cannot be started.
     """
-    known = [running.namespace for running in cleanup.running]
-    if known and (None in [*known, namespace] or namespace in known):
-        raise RuntimeError("one foreign command at a time: end() the one before")
-    if not os.path.exists("/proc/self/stat"):
-        raise OSError("processes are found by /proc: that needs Linux")
+    check_start(namespace)
     with cleanup.later():  # a signal may come as soon as all is noted
         processes.adopt_orphans()
         folder = tempfile.mkdtemp(prefix=prefix, dir=place())
@@ -235,6 +231,18 @@ def start(
         finally:
             for descriptor in ends:
                 os.close(descriptor)
+
+
+def check_start(namespace):
+    """Raise RuntimeError if another command runs, and could not be told from one that starts now.
+
+    OSError where there is no /proc. namespace: that of the new command, or None.
+    """
+    known = [running.namespace for running in cleanup.running]
+    if known and (None in [*known, namespace] or namespace in known):
+        raise RuntimeError("one foreign command at a time: end() the one before")
+    if not os.path.exists("/proc/self/stat"):
+        raise OSError("processes are found by /proc: that needs Linux")
 
 
 def prepare(folder, env, tmp=None):

@@ -107,6 +107,7 @@ def make_parser(description):
     )
     parser.error = stop
     add_numbers(parser)
+    add_machines(parser)
     parser.add_argument(
         "--victims",
         nargs="+",
@@ -140,6 +141,12 @@ def make_parser(description):
         help="a regular expression for what"
         " numbers the work in a line, up to its number; default: epoch, step, iter",
     )
+    parser.add_argument("--keep", action="store_true", help="keep the folders of all rounds")
+    return parser
+
+
+def add_machines(parser):
+    """Add the options that are about several machines."""
     parser.add_argument(
         "--machines",
         type=int,
@@ -149,8 +156,6 @@ def make_parser(description):
     )
     parser.add_argument("--shared", action="store_true", help="these have one folder in common")
     parser.add_argument("--rate", help="of their links: 100mbit, 1gbit")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of all rounds")
-    return parser
 
 
 def add_numbers(parser):

@@ -1,5 +1,6 @@
 """What is printed about rounds on several machines."""
 
+import os
 from collections import Counter
 
 from .words import clip
@@ -23,10 +24,17 @@ def about_machines(test):
     disks = "one folder in common" if options.shared else "a folder each"
     rate = f", links of {options.rate}" if options.rate else ""
     yield f"{options.machines} machines, {disks}{rate}; all GPUs are hidden from them"
-    commands = {" ".join(machine.words) for machine in run.machines}
-    for machine in run.machines if len(commands) > 1 else run.machines[:1]:
-        where = machine.name if len(commands) > 1 else "on each"
-        yield f"{where}: {clip(' '.join(machine.words), 300)}"
+    commands = {machine.name: as_typed(machine.words) for machine in run.machines}
+    if len(set(commands.values())) == 1:
+        commands = {"on each": next(iter(commands.values()))}
+    for where, command in commands.items():
+        yield f"{where}: {clip(command, 300)}"
+
+
+def as_typed(words):
+    """Return a command in one line, with short paths."""
+    here = f"{os.getcwd()}/"
+    return " ".join(word.removeprefix(here) for word in words)
 
 
 def describe_machines(played, reference):

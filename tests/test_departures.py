@@ -181,8 +181,13 @@ def test_two_halves_are_told_from_a_change_of_machines(until, moments, halves):
         for number, moment in enumerate(seconds):
             mark = records.Mark(("step",), (number,), "")
             run.printed_by.append(events.PrintedBy(moment, 1, machine, mark))
-    said = verdicts.split_brain(run)
-    assert said.startswith("split brain: from 4.5 to 9.0 s, node1 and node2") == halves, said
+    found = verdicts.find_halves(run)
+    assert (found is not None) == halves and (not found or found.since == 4.5)
+    run.printed_by.sort()
+    by_turns = verdicts.print_by_turns(run)
+    assert (by_turns is not None) == (len(moments) > 1)
+    run.worlds = [events.World(5.7, 1)]  # new ranks started between their steps
+    assert verdicts.print_by_turns(run) is None
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from .judging import began_anew, note_cost, printed_steps, undone, went_on
 from .records import Verdict
 
 LIVED_ON = 3  # seconds: no rank works on for longer, once another one is missing
+TURNS = 4  # so often by turns do two machines print only if both train
 ROUNDING = 1e-5  # so far apart are results that differ by rounding alone
 TIMES = 10  # so much further than a run on one machine may a round be
 
@@ -59,7 +60,7 @@ def judge_machines(test, run, measure):
     equality = compare_results(test, run, measure)
     verdict.equality = equality.text
     failures = [
-        split_brain(run),
+        split_brain(reference, run),
         equality.fault,
         nobody_did(reference, run, steps),
         avoidable_end(run),
@@ -176,20 +177,44 @@ def by_distance(test, run, measure, changed):
 # ---- What else may have gone wrong ----
 
 
-def split_brain(run):
-    """Return in words that two machines trained at the same time with a rank 0 each, or ""."""
+def split_brain(reference, run):
+    """Return in words that two machines trained at the same time, each for itself, or ""."""
     halves = find_halves(run)
+    if not halves and not print_by_turns(reference.run):  # else each rank prints its steps
+        halves = print_by_turns(run)
     if not halves:
         return ""
     one, other = halves.machines
     return (
-        f"split brain: from {halves.since:.1f} to {halves.until:.1f} s, {one} and {other} both had"
-        f" a rank 0, and both trained: up to {halves.steps[0]} and {halves.steps[1]}"
+        f"split brain: from {halves.since:.1f} to {halves.until:.1f} s, {one} and {other} both"
+        f" trained, each for itself: up to {halves.steps[0]} and {halves.steps[1]}"
     )
 
 
+def print_by_turns(run):
+    """Return the Halves if two machines print steps by turns, and no ranks start meanwhile.
+
+    Where one machine takes over from another, new ranks start between their steps.
+    """
+    turns = []  # the last PrintedBy of each turn, since ranks were last started
+    starts = sorted(world.seconds for world in run.worlds)
+    for each in run.printed_by:
+        while starts and starts[0] < each.seconds:
+            turns = []
+            del starts[0]
+        if turns and turns[-1].machine == each.machine:
+            turns[-1] = each
+        else:
+            turns.append(each)
+        if len(turns) == TURNS:
+            one, other = turns[-2:]
+            steps = one.mark.text, other.mark.text
+            return Halves((one.machine, other.machine), steps, turns[0].seconds, each.seconds)
+    return None
+
+
 def find_halves(run):
-    """Return the first Halves, or None."""
+    """Return the Halves if two machines both had a rank 0 at a time, and both trained; or None."""
     leaders = sorted(run.leaders.values(), key=lambda leader: leader.first)
     for number, one in enumerate(leaders):
         for other in leaders[number + 1 :]:

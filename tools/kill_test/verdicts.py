@@ -59,12 +59,12 @@ def judge_machines(test, run, measure):
         return verdict
     equality = compare_results(test, run, measure)
     verdict.equality = equality.text
+    verdict.notes += filter(None, [disks_differ(reference, run)])
     failures = [
         split_brain(reference, run),
         equality.fault,
         nobody_did(reference, run, steps),
         avoidable_end(run),
-        disks_differ(reference, run),
         began_too_late(reference, run, steps),
     ]
     verdict.failure = next(filter(None, failures), "")
@@ -294,7 +294,10 @@ def disks_differ(reference, run):
                     far, unlike = compare(flattened(fault, name), flattened(content, name))
                     fault = "is another" if far or unlike else ""
                 if fault:
-                    text = f"the {name} of {other.name} {fault}, compared to that of {first.name}"
+                    text = (
+                        f"the {name} of {other.name} {fault}, compared to that of {first.name}:"
+                        f" if {first.name} is lost, is it good enough?"
+                    )
                     found[-1].setdefault(name, text)
     undisturbed, of_round = found
     return next((text for name, text in of_round.items() if name not in undisturbed), "")

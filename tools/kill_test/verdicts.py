@@ -293,7 +293,7 @@ def disks_differ(reference, run):
                 if not isinstance(fault, str):
                     far, unlike = compare(flattened(fault, name), flattened(content, name))
                     fault = "is another" if far or unlike else ""
-                if fault:
+                if fault and fault != "is missing":  # about_disks() says that
                     text = (
                         f"the {name} of {other.name} {fault}, compared to that of {first.name}:"
                         f" if {first.name} is lost, is it good enough?"

@@ -68,7 +68,7 @@ def judge_machines(test, run, measure):
         began_too_late(reference, run, steps),
     ]
     verdict.failure = next(filter(None, failures), "")
-    verdict.unequal = verdict.failure == equality.fault != ""
+    verdict.unequal = bool(equality.fault) and verdict.failure == equality.fault
     conclude(run, anew, verdict)
     return verdict
 
@@ -76,7 +76,6 @@ def judge_machines(test, run, measure):
 def note_events(reference, run, steps, verdict):
     """Note what each event has cost. Return after which step the work was begun anew, or None."""
     anew = None
-    moments = {each.line: each for each in run.printed_by}
     for number, event in enumerate(run.kills):
         before = [step.place for step in steps if step.line <= event.lines]
         event.place = max(before, default=None)
@@ -85,7 +84,7 @@ def note_events(reference, run, steps, verdict):
             continue
         next_event = next((other for other in run.kills[number + 1 :] if other.restarted), None)
         after = note_cost(reference, run, event, next_event, steps)
-        note_next_step(run, event, next_event, moments)
+        note_next_step(run, event, next_event)
         if began_anew(reference, event, after):
             anew = max(event.place, anew or 0)
         elif went_on(reference, event, after, next_event):
@@ -93,16 +92,13 @@ def note_events(reference, run, steps, verdict):
     return anew
 
 
-def note_next_step(run, event, next_event, moments):
-    """Note in an Event when the next step was done after it, and by how many ranks.
-
-    moments: {number of a line: its PrintedBy}.
-    """
+def note_next_step(run, event, next_event):
+    """Note in an Event when the next step was done after it, and by how many ranks."""
     worlds = [world for world in run.worlds if world.seconds > event.seconds]
     end = next_event.seconds if next_event else math.inf
     if not worlds:
         return
-    for each in moments.values():
+    for each in run.printed_by:
         if worlds[0].seconds < each.seconds <= end and each.line > event.lines:
             event.next_step = each.seconds
             known = [world for world in worlds if world.seconds < each.seconds]

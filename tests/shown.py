@@ -37,6 +37,7 @@ KILL_TEST = (
     "python tools/kill_test.py --rounds 3 --seed 2 -- torchrun --standalone"
     " --nproc-per-node=2 --max-restarts=3 template/train.py"
 )
+KILL_TEST_MACHINES = "the block of tools/README.md about several machines, with all its rounds"
 CHECK_TRAINING = (
     "python tools/check_training.py --picture steps.svg -- torchrun --standalone"
     " --nproc-per-node=2 train.py"

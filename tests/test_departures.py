@@ -1,206 +1,200 @@
-"""Machines leave, die and come back in random order; whatever was saved must be there.
+"""Machines leave, die and come back in random order: tools/kill_test.py --machines plays it.
 
-A job of template/train.py or of 03 runs on machines of launch/lab, with a disk each, or one.
-When the host of the rendezvous goes, the others end, and the job is started again. What rank 0
-prints is held against what each machine must have on its disk: an attempt begins with the newest
-step (or epoch) of its machines; none is left out, or trained twice but for those since a save; in
-the end all disks hold the same snapshot. (03 does not save when it leaves: one may have the next.)
+On template/train.py and 03, which must lose nothing but the steps since a save; on scripts that
+lose something on several machines alone (departed.txt), where its verdict must say what; and
+without torch, on what it must do itself: refuse, and clean up.
 """
 
 import os
+import pathlib
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
 import shown
 import torch
-from digits import difference
 from forked import variant
-from lab import Lab
-from started import family, wait_until
+from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
-pytestmark = pytest.mark.long
-NODES = "node1", "node2", "node3"
+sys.path.insert(0, str(ROOT / "tools"))
+from kill_test import distance, events, lab, records, verdicts
+
+KILL_TEST = ROOT / "tools/kill_test.py"
 TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
-SAVE_EVERY = {TEMPLATE: 20, LESSON: 3}
 WORK = {TEMPLATE: "add_up_gradients", LESSON: "train_epoch"}  # for a step, or an epoch
-# What the others print. The first only if a heartbeat was due before their processes had failed.
+TORCHRUN = (
+    *("torchrun", "--nproc-per-node=1", "--max-restarts=50", "--rdzv-id=345"),
+    *("--rdzv-backend=c10d", "--rdzv-endpoint={endpoint}"),
+    "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
+)
+# {name | options | status | what it says: text of a script}; "good.py" is changed by the others.
+SCRIPTS = dict(
+    re.findall(
+        r"^# ---- (.+) ----\n((?:(?!# ----).*\n)*)",
+        (ROOT / "tests/departed.txt").read_text(),
+        re.MULTILINE,
+    )
+)
+CASES = [[word.strip() for word in name.split("|", 3)] for name in SCRIPTS if " | " in name]
+# What the others print when the first machine is gone, if its network is not.
 LOST = (
     "has failed to send a keep-alive heartbeat to the rendezvous",
     "has failed to shutdown the rendezvous",
 )
 
 
-class Round:
-    """A job on machines that come and go. The rendezvous is at node1, which is always there."""
-
-    def __init__(self, lab, folder, shared, script, mnist_dir):
-        self.lab, self.folder, self.shared, self.script = lab, folder, shared, script
-        self.path_of_script = variant(
-            folder,
-            script,
-            (  # some time is left for what runs beside
-                f"REPORT_EVERY, work = 1, {WORK[script]}\n"
-                f"{WORK[script]} = lambda *args: time.sleep(0.05) or work(*args)"
-            ),
-        )
-        self.data = ["--data-dir", mnist_dir] if script == LESSON else []
-        self.running, self.jobs, self.starts, self.story = {}, [], 1, []
-        for node in NODES:
-            self.path(node).parent.mkdir(exist_ok=True)
-
-    def path(self, node):
-        return self.folder / ("shared" if self.shared else node) / "snapshot.pt"
-
-    def start(self, node):
-        self.running[node] = self.lab.start(
-            node,
-            "torchrun",
-            "--nnodes=1:3",
-            "--nproc-per-node=1",
-            "--max-restarts=50",
-            f"--rdzv-id={self.starts}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=node1:{29600 + self.starts}",
-            "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-            self.path_of_script,
-            100_000,
-            SAVE_EVERY[self.script],
-            "--batch-size",
-            24,
-            "--timeout",
-            15,
-            *self.data,
-            "--snapshot-path",
-            self.path(node),
-        )
-        self.jobs.append(self.running[node])
-
-    def go_on(self):
-        """Wait until all machines that run have trained a step together, and some time more."""
-        moment, line = time.monotonic(), rf"^\[rank 0/{len(self.running)}\] (step|epoch)"
-        wait_until(
-            lambda: any(when > moment and re.match(line, text) for when, text in self.lines()),
-            self.output,
-            timeout=180,
-        )
-        time.sleep(random.uniform(0, 1.5))  # so that the next event comes at any moment
-
-    def event(self, kind):
-        """Something happens to a machine; afterwards, self.running are those that train."""
-        away = [node for node in NODES if node not in self.running]
-        node = random.choice(away if kind == "return" else [*self.running][1:])
-        self.story.append(f"{kind} {node}")
-        if kind == "return":
-            self.start(node)
-        elif kind == "worker":
-            name = os.path.basename(self.script)
-            os.kill(
-                next(
-                    pid for pid, line in family(self.running[node].process).items() if name in line
-                ),
-                signal.SIGKILL,
-            )
-        elif kind == "cut":  # the others go on without it, and it comes back by itself
-            self.lab("cut", node)
-            job = self.running.pop(node)
-            self.go_on()
-            self.lab("mend", node)
-            self.running[node] = job
-        else:
-            if kind == "SIGTERM":
-                self.running[node].process.terminate()  # torchrun's: launch/lab has become it
-            else:
-                self.lab("kill", node)
-            self.running.pop(node).result(90)
-
-    def lose_the_host(self):
-        """The others end, too; then two machines start again."""
-        self.lab("kill", "node1")
-        self.running.pop("node1").result(90)
-        for job in self.running.values():
-            output = job.result(180).output
-            assert any(text in output for text in LOST), output
-        self.running, self.starts = {}, self.starts + 1
-        for node in NODES[:2]:
-            self.start(node)
-
-    def end(self):
-        wait_until(lambda: all(self.path(node).exists() for node in self.running), self.output)
-        for job in self.running.values():
-            job.process.terminate()
-        for job in self.running.values():
-            job.result(90)
-        check([line for _, line in self.lines()], self.shared)
-        first, *others = [torch.load(self.path(node), weights_only=True) for node in self.running]
-        if self.script == TEMPLATE:
-            assert len({self.path(node).read_bytes() for node in self.running}) == 1
-            validated = range(20, first["step"] - first["due"] + 1, 20)
-            assert [row["step"] for row in first["rows"]] == [*validated]
-        for other in others if self.script == LESSON else []:
-            apart = abs(other["next_epoch"] - first["next_epoch"])
-            assert apart <= SAVE_EVERY[LESSON] and (apart or difference(first, other) == 0)
-
-    def lines(self):
-        return sorted(item for job in self.jobs for item in list(job.lines))
-
-    def output(self):
-        return "\n".join([str(self.story), *(line for _, line in self.lines())])
+def played(folder, machines, options, command):
+    """Play rounds of a command in a folder; return the result."""
+    env = {**ACTIVE, "TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    words = "--machines", machines, *options, "--", *command
+    result = run(PYTHON, KILL_TEST, *words, cwd=folder, env=env, timeout=1800)
+    if "no machines here: " in result.output:
+        pytest.skip(result.output)
+    return result
 
 
-def check(lines, shared):
-    """Raise AssertionError if what the script printed tells of a loss.
-
-    shared: whether all machines have the same disk. (A rank that fails may abort as it exits: that
-    is torch's fault. Those that end well must not: test_faults.py.)
-    """
-    on_disk, members, done, newest = {}, [], 0, None
-    for line in lines:
-        if not (m := re.match(r"\[rank 0/\d\] (.*)", line)):
-            continue
-        line = m[1]
-        if re.match(r"machine |attempt \d+, gloo: \w+ has rank 0 ", line):
-            members = []
-        if m := re.match(r"(?:attempt .*: )?(node\d)\b.*[ (]cpu", line):
-            members.append("all" if shared else m[1])
-        if re.match(r"(data: )?\d+ \+ \d+ ", line):  # the attempt begins
-            done, newest = 0, max(on_disk.get(node, 0) for node in members)
-        if m := re.match(r"resumed from .* (?:after step (\d+),|at epoch (\d+)$)", line):
-            done = int(m[1]) if m[1] else int(m[2]) - 1
-        if m := re.match(r"(?:step|epoch) +(\d+)/\d+ \| loss", line):
-            if newest is not None:  # the first report of an attempt
-                assert done >= newest, f"{newest} was saved, not {done}"
-                on_disk |= dict.fromkeys(members, done)
-                newest = None
-            done += 1
-            assert int(m[1]) == done, f"{line}: not {done}"
-        if m := re.match(r"(?:step|epoch) +(\d+)/.* saved in", line):
-            assert int(m[1]) == done, f"{line}: not {done}"
-            on_disk |= dict.fromkeys(members, done)
-
-
-@pytest.mark.parametrize("job", ["template, own disks", "template, one disk", "03, own disks"])
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["template, own disks", "03, own disks"])
 def test_machines_come_and_go(tmp_path, mnist_dir, job):
-    """In random order (03: two of four kinds), own disks; or one, and the rendezvous is lost."""
-    script, shared = LESSON if "03" in job else TEMPLATE, "one" in job
-    groups = [["SIGTERM", "return"], ["kill", "return"], ["worker"], ["cut"]]
-    groups = random.sample(groups, 4 if script == TEMPLATE else 2)
-    events = ["kill"] if shared else [kind for group in groups for kind in group]
-    with Lab(tmp_path, 3) as lab:
-        a_round = Round(lab, tmp_path, shared, script, mnist_dir)
-        try:
-            for node in NODES:
-                a_round.start(node)
-            a_round.go_on()
-            for kind in events:
-                a_round.event(kind)
-                a_round.go_on()
-            if shared:
-                a_round.lose_the_host()
-                a_round.go_on()
-            a_round.end()
-        except AssertionError as error:
-            raise AssertionError(f"{a_round.output()}\n{error}") from None
+    """In random order."""
+    script = LESSON if "03" in job else TEMPLATE
+    slow = (  # some time is left for what runs beside
+        f"REPORT_EVERY, work = 1, {WORK[script]}\n"
+        f"{WORK[script]} = lambda *args: time.sleep(0.05) or work(*args)"
+    )
+    path = variant(tmp_path, script, slow)
+    words = [path, 120, 20] if script == TEMPLATE else [path, 60, 3, "--data-dir", mnist_dir]
+    options = ["--rounds", 1, "--kills", 3, "--seed", random.randrange(10**6)]
+    options += ["--victims", "rank", "machine", "link", "leave", "join"]
+    command = [*TORCHRUN, "--nnodes=1:3", *words, "--batch-size", 24, "--timeout", 15]
+    result = played(tmp_path, 3, options, command)
+    assert result.status == 0 or "but proves nothing" in result.output, result.output
+    assert "\n1 of 1 rounds were survived" in result.output, result.output
+
+
+@pytest.mark.long
+def test_the_first_machine_goes(tmp_path):
+    """By the command of the page, on one disk."""
+    rounds = f"--rounds 1 --seed {random.randrange(10**6)} --victims first --kills 1 --keep"
+    command = shown.block("kill test: several machines").replace("--seed 12", rounds)
+    env = {**ACTIVE, "TMPDIR": str(tmp_path)}
+    result = run("sh", "-euc", command, cwd=ROOT, env=env, timeout=1800)
+    if "no machines here: " in result.output:
+        pytest.skip(result.output)
+    assert result.status == 0 and "; the first machine lost 1\n" in result.output, result.output
+    assert " all were started anew " in result.output, result.output
+    kept = pathlib.Path(re.search("kept: (.+)", result.output)[1], "round1/output.txt").read_text()
+    if re.search("node1 (got SIGTERM|was killed)", result.output):
+        assert any(text in kept for text in LOST), kept
     assert all(f'"{message}"' in shown.PITFALLS.read_text() for message in LOST)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "status", "said"),
+    [pytest.param(*case, id=case[0], marks=pytest.mark.long) for case in CASES],
+)
+def test_a_verdict_is_true(tmp_path, name, options, status, said):
+    """What a script loses on several machines is said; a right one is not accused."""
+    text = next(text for key, text in SCRIPTS.items() if key.startswith(f"{name} |"))
+    script = SCRIPTS["good.py"]
+    for old, new in re.findall(r"<<<\n(.*?)===\n(.*?)>>>\n", text, re.DOTALL):
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "train.py").write_text(script)
+    words = [*options.split(), "--rounds", 1, "--kills", 1]
+    command = [*TORCHRUN, "--nnodes=1:2", "train.py"]
+    result = played(tmp_path, 2, words, command)
+    assert result.status == int(status) and re.search(said, result.output), result.output
+
+
+# ---- Without torch ----
+
+
+@pytest.mark.parametrize("call", SCRIPTS["wrong calls"].splitlines())
+def test_wrong_calls(tmp_path, call):
+    words, said = call.split(" :: ")
+    result = run(PYTHON, KILL_TEST, *words.split(), cwd=tmp_path, env=ACTIVE)
+    assert result.status == 2 and said in result.output, result.output
+    assert result.output.count("\n") == 1 and not os.listdir(tmp_path), result.output
+
+
+STATIC = "env", "RANK={number}", "WORLD_SIZE={machines}", PYTHON, "train.py"
+
+
+@pytest.mark.long
+def test_all_is_started_anew_where_nobody_starts_a_rank_again(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPTS["static.py"])
+    options = "--shared", "--rounds", 3, "--seed", 3, "--victims", "rank", "machine", "first"
+    result = played(tmp_path, 2, options, STATIC)
+    assert result.status == 0 and "3 of 3 rounds were survived" in result.output, result.output
+    assert "equal (bits); went on; " in result.output and "all were started anew" in result.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left(tmp_path, number):
+    """After Ctrl-C; after SIGKILL, once it is started again. Two at once do not meet."""
+    (tmp_path / "train.py").write_text(SCRIPTS["static.py"])
+    words = PYTHON, KILL_TEST, "--machines", 2, "--shared", "--", *STATIC
+    with running(*words, cwd=tmp_path, env=ACTIVE) as process:
+        read_until(process, "undisturbed: ")
+        wait_until(lambda: len(family(process)) > 3, "the command on two machines")
+        process.send_signal(number)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        if number == signal.SIGKILL:
+            assert family(process)
+            played(tmp_path, 2, ["--shared", "--rounds", 1, "--victims", "rank"], STATIC)
+        time.sleep(0.2)
+        assert not family(process)
+
+
+@pytest.mark.parametrize(
+    ("until", "moments", "halves"),
+    [
+        (9, [5, 6, 7], True),
+        (9, [5], False),  # a line that came late
+        (4, [5, 6, 7], False),  # the old rank 0 had ended
+    ],
+)
+def test_two_halves_are_told_from_a_change_of_machines(until, moments, halves):
+    run = events.MachinesRun("/none")
+    run.leaders = {1: events.Leader("node1", 0, until), 2: events.Leader("node2", 4.5, 9)}
+    for machine, seconds in ("node1", [1, 2, 3, 5.5, 6.5]), ("node2", moments):
+        for number, moment in enumerate(seconds):
+            mark = records.Mark(("step",), (number,), "")
+            run.printed_by.append(events.PrintedBy(moment, 1, machine, mark))
+    found = verdicts.find_halves(run)
+    assert (found is not None) == halves and (not found or found.since == 4.5)
+    run.printed_by.sort()
+    by_turns = verdicts.print_by_turns(run)
+    assert (by_turns is not None) == (len(moments) > 1)
+    run.worlds = [events.World(5.7, 1)]  # new ranks started between their steps
+    assert verdicts.print_by_turns(run) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "far", "others"),
+    [
+        ({}, 0, []),
+        ({"weight": torch.tensor([3.0, 4.5])}, 0.1, []),
+        ({"step": 4}, 0, ["a.pt['step'] is 4, not 3"]),
+        ({"weight": torch.ones(1)}, 0, ["a.pt['weight'] is tensor([1.]), not tensor([3., 4.])"]),
+    ],
+)
+def test_snapshots_are_so_far_apart(tmp_path, change, far, others):
+    snapshot = {"weight": torch.tensor([3.0, 4.0]), "step": 3}
+    for name, content in ("one", snapshot), ("other", snapshot | change):
+        (tmp_path / name).mkdir()
+        torch.save(content, tmp_path / name / "a.pt")
+    found = distance.distance(tmp_path / "other", tmp_path / "one", [])
+    assert abs(found.far - far) < 1e-6 and [*found.others.values()] == others
+
+
+def test_a_lab_is_dead_if_its_owner_is():
+    me = lab.OWNER.fullmatch(lab.name_of_owner(os.getpid())).groups()
+    assert not lab.is_dead(*me) and lab.is_dead(*me[:2], "1")
+    assert not lab.is_dead("1", me[1], "1")  # of another container: nobody can know

@@ -28,7 +28,8 @@ prints a checksum of its weights at the end, "sha256 ..." or what --line matches
 that all is done. Or it leaves a file for torch.load(), or a text: with --file snapshot.pt, all
 tensors and values in it must be equal. It prints how far it has come: "step 3".
 
-Not tested: power cuts, and several machines. Not tried: GPUs.
+With --machines 2, the same on machines that launch/lab makes of this one: they die, are cut off,
+leave and come back. README.md shows it. Not tested: power cuts. Not tried: GPUs.
 """
 
 import signal
@@ -47,6 +48,7 @@ from kill_test.options import LIMIT, parse
 from kill_test.playing import play, play_round
 from kill_test.records import KillTest
 from kill_test.reference import read_reference
+from kill_test.rounds_on_machines import run_on_machines
 from kill_test.words import about_reference, describe, say, stop, summary, with_bar
 
 
@@ -72,6 +74,8 @@ def run_test(test):
     base = test.base = test.new_folder("kill_test_")
     if options.keep:
         test.folders.remove(base)
+    if options.machines:
+        return run_on_machines(test, base)
     say(f"{options.rounds} rounds, drawn with --seed {options.seed}")
     run = play_undisturbed(test, base)
     reference = read_reference(options, run)

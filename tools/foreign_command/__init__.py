@@ -17,14 +17,15 @@ python -E and -I.) stderr is a pipe: no progress bars.
 
 All processes are seen that descend from the command, also those with a session, a title or an
 environment of their own: this process adopts them when their parents die (a "subreaper", Linux
-alone). Not seen is what a server starts in its stead: docker run, systemd-run, ssh.
+alone). Commands on machines of launch/lab may run beside each other: a network namespace tells
+whose a process is. Not seen is what a server starts in its stead: docker run, systemd-run, ssh.
 """
 
 from .cleanup import SIGNALS, cleaning_up, later
 from .command import Command, place, start
 from .errors import LAUNCHERS
 from .lines import Line
-from .processes import Process, environment
+from .processes import Process, Stat, environment, network_namespace, read_stat
 
 __all__ = [
     "LAUNCHERS",
@@ -32,9 +33,12 @@ __all__ = [
     "Command",
     "Line",
     "Process",
+    "Stat",
     "cleaning_up",
     "environment",
     "later",
+    "network_namespace",
     "place",
+    "read_stat",
     "start",
 ]

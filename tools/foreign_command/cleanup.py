@@ -6,7 +6,7 @@ import signal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-running = []  # the commands that have been started and not ended: one at most
+running = []  # the commands that have been started and not ended: one, or one a namespace
 _deferring = []  # an element for each block of later() that is being run
 _waiting = []  # the numbers of the signals that have come
 

@@ -37,6 +37,7 @@ class Command:
     ranks: dict = field(default_factory=dict)  # {identity of a process: its rank}, once seen
     errors: int = 0  # bytes that came on stderr
     tail: deque = field(default_factory=lambda: deque(maxlen=2000))  # the last lines, for error()
+    namespace: str | None = None  # all its processes are in this network namespace: "net:[7]"
 
     def poll(self):
         """Return the status of the command, or None while it runs. (Its children may live on.)"""
@@ -91,10 +92,11 @@ class Command:
         Those that have ended, and whose parents have died, are taken off the system's list.
         """
         children = {}  # {process id: [Stat, ...]}
+        own_children = {command.process.pid for command in [*cleanup.running, self]}
         for stat in processes.all_stats():
             if stat.identity in self.before:
                 continue
-            adopted = stat.parent == os.getpid() and stat.pid != self.process.pid
+            adopted = stat.parent == os.getpid() and stat.pid not in own_children
             if adopted and stat.state == "Z":
                 os.waitpid(stat.pid, os.WNOHANG)
             else:
@@ -104,11 +106,19 @@ class Command:
         found = {}
         for stat in todo:
             todo += children.get(stat.pid, [])  # the loop comes to these, too
+            if not self._has(stat.pid):
+                continue
             words = processes.command_line(stat.pid)
             if words is not None and not stat.ended:
                 rank = self._rank(stat, found.get(stat.parent))
                 found[stat.pid] = Process(stat.parent, rank, tuple(words))
         return found
+
+    def _has(self, pid):
+        """Return whether a process is this command's, and not that of one beside it."""
+        if self.namespace is None or pid == self.process.pid:  # which has still to enter it
+            return True
+        return processes.network_namespace(pid) == self.namespace
 
     def _rank(self, stat, parent):
         """Return the rank of a process: its own, or that of its parent, a Process or None."""
@@ -159,7 +169,8 @@ class Command:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self in cleanup.running:
             cleanup.running.remove(self)
-            processes.adopt_orphans(False)
+            if not cleanup.running:
+                processes.adopt_orphans(False)
         return left
 
     def error(self):
@@ -171,7 +182,9 @@ class Command:
         return own_error(self.tail)
 
 
-def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", tmp=None):
+def start(
+    command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", tmp=None, namespace=None
+):
     """Start a command, a list of words, in a session of its own; return a Command.
 
     cwd, env: its working directory and its environment, default: those of this process.
@@ -179,12 +192,11 @@ def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", t
         then the command's breakpoint() works. Ctrl-C there reaches this process alone.
     prefix: of the name of its folder for temporary files, TMPDIR, which end() removes.
     tmp: another folder for these, which stays.
-    One at a time: RuntimeError if another runs. OSError if the command cannot be started.
+    namespace: the network namespace, as /proc names it, that the command enters ("net:[7]").
+    One at a time, but for commands with namespaces of their own: RuntimeError if another runs.
+    OSError if the command cannot be started.
     """
-    if cleanup.running:
-        raise RuntimeError("one foreign command at a time: end() the one before")
-    if not os.path.exists("/proc/self/stat"):
-        raise OSError("processes are found by /proc: that needs Linux")
+    check_start(namespace)
     with cleanup.later():  # a signal may come as soon as all is noted
         processes.adopt_orphans()
         folder = tempfile.mkdtemp(prefix=prefix, dir=place())
@@ -207,17 +219,30 @@ def start(command, cwd=None, env=None, stdin=subprocess.DEVNULL, prefix="run", t
                 stderr=ends[1],
                 start_new_session=True,
             )
-            running = Command(process, folder, streams, before, names, begin)
+            running = Command(process, folder, streams, before, names, begin, namespace=namespace)
             cleanup.running.append(running)
             return running
         except BaseException:
             ends += streams
             shutil.rmtree(folder, ignore_errors=True)
-            processes.adopt_orphans(False)
+            if not cleanup.running:
+                processes.adopt_orphans(False)
             raise
         finally:
             for descriptor in ends:
                 os.close(descriptor)
+
+
+def check_start(namespace):
+    """Raise RuntimeError if another command runs, and could not be told from one that starts now.
+
+    OSError where there is no /proc. namespace: that of the new command, or None.
+    """
+    known = [running.namespace for running in cleanup.running]
+    if known and (None in [*known, namespace] or namespace in known):
+        raise RuntimeError("one foreign command at a time: end() the one before")
+    if not os.path.exists("/proc/self/stat"):
+        raise OSError("processes are found by /proc: that needs Linux")
 
 
 def prepare(folder, env, tmp=None):

@@ -86,6 +86,14 @@ def stream_of(pid, number):
         return ""
 
 
+def network_namespace(pid):
+    """Return the network namespace of a process, "net:[7]", or "": it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
+
+
 def adopt_orphans(yes=True):
     """Become the parent of descendants whose own parents die, or stop to do so. (Linux alone.)"""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0):

@@ -14,4 +14,17 @@ reference.py  what the undisturbed run has shown, to which each round is held
 judging.py    what a round proves, or why it has failed
 comparing.py  two results: what was printed, and files
 words.py      what is printed about all this
+
+On several machines (--machines):
+
+lab.py                 machines of launch/lab, and those that a dead test has left
+departures.py          what happens to which machine, and when: drawn
+happening.py           it happens, and the machine comes back
+events.py              the data of such a run
+on_machine.py          one machine: its folder and its command
+staging.py             a run on all machines
+distance.py            how far apart two results are, where the number of ranks has changed
+verdicts.py            what a round proves, or why it has failed
+telling.py             what is printed
+rounds_on_machines.py  the undisturbed run, the rounds, the status
 """

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from .words import stop
 
 KINDS = ("rank", "worker", "launcher")  # of processes that may be killed
+# What may happen to machines: one dies, its link is cut, it leaves by SIGTERM, it joins later; or
+# the first one goes, with the rendezvous.
+MACHINE_KINDS = ("machine", "link", "leave", "join", "first")
 # How far the script has come: "epoch 3"; "Train: 4 [ 5/18" and "Epoch: [2] [ 5/10]"; "| 42/80" or
 # "━ 42/80" in a progress bar.
 MARK = (
@@ -16,6 +19,7 @@ MARK = (
     r"|(?<=[\d\]])\s*\[\s*\d+(?=/\d)|[|━╸╺]\s*\d+(?=/\d)"
 )
 SHA256 = r"(?i)sha256\W+[0-9a-f]{6,}(, [0-9a-f]{6,})*"
+KILLS, KILLS_ON_MACHINES = 3, 2  # of a round, at most, if the caller does not say how many
 LIMIT = 3600  # seconds for the undisturbed run
 PATIENCE = 30  # seconds; more, where the first step takes more than 15, undisturbed
 
@@ -31,11 +35,14 @@ class Options:
     patience: int | None  # seconds for all to end after the launcher; None: by the undisturbed run
     orphans: int  # seconds in which what a victim has started may still work
     limit: int | None  # seconds for a run; None: LIMIT, and for a round by the undisturbed run
-    victims: list[str]  # the kinds that may be killed, of KINDS
+    victims: list[str]  # the kinds that may be killed, of KINDS; on machines of MACHINE_KINDS, too
     line: str | None  # a regular expression for a result; None: none is read
     file: list[str]  # paths of files with a result, in the working directory of the command
     resumed: str  # a regular expression for the line with which the script goes on
     step: str  # a regular expression for what says how far the script has come
+    machines: int  # of launch/lab; 0: the command runs here
+    shared: bool  # whether the machines have one folder; else each has its own
+    rate: str | None  # of their links, "100mbit"; None: as fast as memory
     keep: bool  # whether the folders of all rounds stay
     command: list[str]  # with the absolute paths of its programs and .py files
     named_files: list[str]  # other files that the command names: maybe the snapshots of an old run
@@ -51,6 +58,7 @@ def parse(words, description):
             "the command is missing. For example: python tools/kill_test.py --rounds 10 --"
             " torchrun --standalone --nproc-per-node=2 --max-restarts=3 your_script.py"
         )
+    complete(args)
     counts = [args.rounds, args.kills, args.starts]
     if args.limit is not None:
         counts.append(args.limit)
@@ -60,6 +68,20 @@ def parse(words, description):
         args.line = None if args.file else SHA256
     command, named_files = find_files(command, args.file)
     return Options(**vars(args), command=command, named_files=named_files)
+
+
+def complete(args):
+    """Fill in what depends on the number of machines; stop if it does not fit."""
+    if args.machines and not 2 <= args.machines <= 9:
+        stop("--machines takes a number from 2 to 9")
+    if not args.machines and (args.shared or args.rate):
+        stop("--shared and --rate are for --machines")
+    kinds = KINDS + MACHINE_KINDS if args.machines else KINDS
+    args.victims = args.victims or [*kinds]
+    if unknown := [kind for kind in args.victims if kind not in kinds]:
+        stop(f"--victims {' '.join(unknown)} needs --machines")
+    if args.kills is None:
+        args.kills = KILLS_ON_MACHINES if args.machines else KILLS
 
 
 def find_files(command, results):
@@ -85,8 +107,12 @@ def make_parser(description):
     )
     parser.error = stop
     add_numbers(parser)
+    add_machines(parser)
     parser.add_argument(
-        "--victims", nargs="+", choices=KINDS, default=[*KINDS], help="default: all"
+        "--victims",
+        nargs="+",
+        choices=KINDS + MACHINE_KINDS,
+        help="what may be killed, or happen; default: all",
     )
     parser.add_argument(
         "--line",
@@ -119,6 +145,19 @@ def make_parser(description):
     return parser
 
 
+def add_machines(parser):
+    """Add the options that are about several machines."""
+    parser.add_argument(
+        "--machines",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the command on so many machines, which launch/lab makes of this one",
+    )
+    parser.add_argument("--shared", action="store_true", help="these have one folder in common")
+    parser.add_argument("--rate", help="of their links: 100mbit, 1gbit")
+
+
 def add_numbers(parser):
     """Add the options that are whole numbers."""
 
@@ -126,7 +165,8 @@ def add_numbers(parser):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
 
     add("rounds", 10, "how many; default: 10")
-    add("kills", 3, "at most so many in a round; default: 3")
+    most = f"{KILLS}; with --machines {KILLS_ON_MACHINES}"
+    add("kills", None, f"at most so many in a round, or events; default: {most}")
     add("starts", 8, "start the command at most so often in a round; default: 8")
     add("seed", random.randrange(10**6), "of the draws; drawn if not given")
     add("patience", None, f"seconds for all to end after the launcher; {PATIENCE} or more")

@@ -13,13 +13,15 @@ RANK = r"\[(?:rank|default) ?\d+(?:/\d+)?\]:? ?|"  # in front of a line; or noth
 TRACEBACK = re.compile(rf"({RANK})Traceback \(most recent call last\):?\s*$")
 
 
-def note_lines(test, run, lines):
+def note_lines(test, run, lines, machine=""):
     """Note in a Run the lines that have come, a list of foreign_command.Line.
 
     test: the KillTest. As soon as it has a reference, other marks than its steps are left out.
+    machine: the name of the one that printed them, if there are several.
     """
+    front = f"{machine}: " if machine else ""
     with open(f"{run.folder}/output.txt", "a", encoding="utf-8") as file:
-        file.writelines(f"{line.text}\n" for line in lines)
+        file.writelines(f"{front}{line.text}\n" for line in lines)
     for line in lines:
         stale.note_line(run, line.text)
         if is_of_traceback(run, line):

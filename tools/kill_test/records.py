@@ -6,7 +6,7 @@ counts the lines that the run has printed, over all starts of the command, from 
 
 import tempfile
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import foreign_command
 
@@ -223,6 +223,8 @@ class KillTest:
     totals: dict[str, int] = field(default_factory=dict)  # {word: 40}, if it first counted 1/40
     reference: Reference | None = None  # None until the undisturbed run has ended
     base: str = ""  # the folder for all runs
+    lab: Any = None  # the Lab, while there is one
+    alone: Any = None  # the Distance of a run on one machine, once it was measured
 
     def new_folder(self, prefix, place=None):
         """Make a temporary folder, which is removed at the end; return its path."""

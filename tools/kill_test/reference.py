@@ -5,7 +5,7 @@ import re
 from collections import Counter, defaultdict
 
 from .comparing import load
-from .options import PATIENCE
+from .options import MACHINE_KINDS, PATIENCE
 from .records import PAUSE, Reference, Span
 from .words import clip, stop
 
@@ -21,7 +21,7 @@ def read_reference(options, run):
             " absolute paths)"
         )
     seen = kinds_seen(run)
-    if not set(options.victims) & seen.keys():
+    if not set(options.victims) & {*seen, *MACHINE_KINDS}:
         stop(
             f"none of --victims {' '.join(options.victims)} was seen, but only:"
             f" {' '.join(seen) or 'nothing, as it ended at once'}"

@@ -1,0 +1,337 @@
+"""What a round on several machines proves, or why it has failed."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from .comparing import difference_of_files, difference_of_lines
+from .distance import (
+    Distance,
+    compare,
+    content_or_fault,
+    distance,
+    files_with_tensors,
+    flattened,
+)
+from .judging import began_anew, note_cost, printed_steps, undone, went_on
+from .records import Verdict
+
+LIVED_ON = 3  # seconds: no rank works on for longer, once another one is missing
+TURNS = 4  # so often by turns do two machines print only if both train
+ROUNDING = 1e-5  # so far apart are results that differ by rounding alone
+TIMES = 10  # so much further than a run on one machine may a round be
+
+
+@dataclass
+class MachinesVerdict(Verdict):
+    """What a round on several machines has shown."""
+
+    equality: str = ""  # what was compared, and how far off it is
+    notes: list[str] = field(default_factory=list)  # what else the reader should know
+
+
+class Equality(NamedTuple):
+    text: str  # what was compared, and how far off it is
+    fault: str = ""  # why the result is wrong; "" if it is not
+
+
+class Halves(NamedTuple):
+    """Two machines that trained at the same time, and did not know of each other."""
+
+    machines: tuple[str, str]
+    steps: tuple[str, str]  # the last step of each
+    since: float  # moments
+    until: float
+
+
+def judge_machines(test, run, measure):
+    """Return the MachinesVerdict about a round; note in its events what they cost.
+
+    test: the KillTest. run: the MachinesRun. measure: a function that returns the Distance of an
+    undisturbed run on one machine alone, or None; it takes as long as that run.
+    """
+    reference, verdict = test.reference, MachinesVerdict(notes=[*run.notes])
+    steps = printed_steps(reference, run)
+    anew = note_events(reference, run, steps, verdict)
+    verdict.notes += about_disks(run)
+    if run.failure:
+        verdict.failure = run.failure
+        return verdict
+    equality = compare_results(test, run, measure)
+    verdict.equality = equality.text
+    verdict.notes += filter(None, [disks_differ(reference, run)])
+    failures = [
+        split_brain(reference, run),
+        equality.fault,
+        nobody_did(reference, run, steps),
+        avoidable_end(run),
+        began_too_late(reference, run, steps),
+    ]
+    verdict.failure = next(filter(None, failures), "")
+    verdict.unequal = bool(equality.fault) and verdict.failure == equality.fault
+    conclude(run, anew, verdict)
+    return verdict
+
+
+def note_events(reference, run, steps, verdict):
+    """Note what each event has cost. Return after which step the work was begun anew, or None."""
+    anew = None
+    for number, event in enumerate(run.kills):
+        before = [step.place for step in steps if step.line <= event.lines]
+        event.place = max(before, default=None)
+        event.others_until = min(event.others_until, event.seconds + LIVED_ON)
+        if not event.restarted:  # nobody noticed
+            continue
+        next_event = next((other for other in run.kills[number + 1 :] if other.restarted), None)
+        after = note_cost(reference, run, event, next_event, steps)
+        note_next_step(run, event, next_event)
+        if began_anew(reference, event, after):
+            anew = max(event.place, anew or 0)
+        elif went_on(reference, event, after, next_event):
+            verdict.went_on = event.went_on = True
+    return anew
+
+
+def note_next_step(run, event, next_event):
+    """Note in an Event when the next step was done after it, and by how many ranks."""
+    worlds = [world for world in run.worlds if world.seconds > event.seconds]
+    end = next_event.seconds if next_event else math.inf
+    if not worlds:
+        return
+    for each in run.printed_by:
+        if worlds[0].seconds < each.seconds <= end and each.line > event.lines:
+            event.next_step = each.seconds
+            known = [world for world in worlds if world.seconds < each.seconds]
+            event.next_ranks = known[-1].size
+            return
+
+
+# ---- Is the result right? ----
+
+
+def compare_results(test, run, measure):
+    """Return the Equality of a round with the undisturbed run."""
+    options, reference = test.options, test.reference
+    missed = [event for event in run.kills if event.restarted]
+    heard = replace(run, kills=missed)
+    printed = difference_of_lines(reference, heard)
+    if printed and said_by_fewer(reference, run):
+        printed = None
+    filed = difference_of_files(options.file, reference.run, run)
+    if not printed and not filed:
+        what = "bits" if "sha256" in reference.result or options.file else "what was printed"
+        return Equality(f"equal ({what})")
+    if printed and not printed.judged:
+        return Equality("not compared", printed.text)
+    different = printed or filed
+    world = reference.run.worlds[-1].size
+    changed = sorted({each.size for each in run.worlds} - {world, 0})
+    if not changed or not trained_by_others(run, world):
+        return Equality("", f"not equal: {different.text}")
+    return by_distance(test, run, measure, changed)
+
+
+def said_by_fewer(reference, run):
+    """Return whether the last results are those of the undisturbed run, if said by fewer ranks."""
+    expected = {text for texts in reference.finals.values() for each in texts for text in each}
+    last = run.results[-1:]
+    return bool(last) and bool(expected) and set(last[0].texts) <= expected
+
+
+def trained_by_others(run, world):
+    """Return whether steps were done by another number of ranks than the undisturbed run had."""
+    for number, each in enumerate(run.worlds):
+        later = [other.seconds for other in run.worlds[number + 1 :]]
+        end = min(later, default=math.inf)
+        if each.size != world and any(each.seconds < one.seconds <= end for one in run.printed_by):
+            return True
+    return False
+
+
+def by_distance(test, run, measure, changed):
+    """Return the Equality of a round in which another number of ranks has trained."""
+    names, undisturbed = test.options.file, f"{test.reference.run.folder}/work"
+    ranks = f"with {' and '.join(map(str, changed))} of {test.reference.run.worlds[-1].size} ranks"
+    found = distance(run.machines[0].work, undisturbed, names)
+    if not found.name and not found.others:
+        return Equality(
+            f"not compared: it trained {ranks} for a while, and its checksum says only whether all"
+            " bits are equal. Give --file with the snapshot that it leaves"
+        )
+    alone = measure() or Distance()
+    wrong = [text for key, text in found.others.items() if key not in alone.others]
+    if wrong:
+        return Equality("", f"not equal: {wrong[0]}")
+    measured = f"{found.name} is off by {found.far:.1g} (relative norm)"
+    scale = f"an undisturbed run on one machine alone by {alone.far:.1g}"
+    if found.far > max(ROUNDING, TIMES * alone.far):
+        return Equality("", f"not equal: it trained {ranks} for a while, but {measured}, {scale}")
+    how = "rounding" if found.far <= ROUNDING else "the number of ranks"
+    return Equality(f"equal up to {how}: it trained {ranks} for a while; {measured}, {scale}")
+
+
+# ---- What else may have gone wrong ----
+
+
+def split_brain(reference, run):
+    """Return in words that two machines trained at the same time, each for itself, or ""."""
+    halves = find_halves(run)
+    if not halves and not print_by_turns(reference.run):  # else each rank prints its steps
+        halves = print_by_turns(run)
+    if not halves:
+        return ""
+    one, other = halves.machines
+    return (
+        f"split brain: from {halves.since:.1f} to {halves.until:.1f} s, {one} and {other} both"
+        f" trained, each for itself: up to {halves.steps[0]} and {halves.steps[1]}"
+    )
+
+
+def print_by_turns(run):
+    """Return the Halves if two machines print steps by turns, and no ranks start meanwhile.
+
+    Where one machine takes over from another, new ranks start between their steps.
+    """
+    turns = []  # the last PrintedBy of each turn, since ranks were last started
+    starts = sorted(world.seconds for world in run.worlds)
+    for each in run.printed_by:
+        while starts and starts[0] < each.seconds:
+            turns = []
+            del starts[0]
+        if turns and turns[-1].machine == each.machine:
+            turns[-1] = each
+        else:
+            turns.append(each)
+        if len(turns) == TURNS:
+            one, other = turns[-2:]
+            steps = one.mark.text, other.mark.text
+            return Halves((one.machine, other.machine), steps, turns[0].seconds, each.seconds)
+    return None
+
+
+def find_halves(run):
+    """Return the Halves if two machines both had a rank 0 at a time, and both trained; or None."""
+    leaders = sorted(run.leaders.values(), key=lambda leader: leader.first)
+    for number, one in enumerate(leaders):
+        for other in leaders[number + 1 :]:
+            if one.machine == other.machine:
+                continue
+            since, until = max(one.first, other.first), min(one.last, other.last)
+            steps = [
+                [
+                    each
+                    for each in run.printed_by
+                    if each.machine == leader.machine and since < each.seconds < until
+                ]
+                for leader in (one, other)
+            ]
+            if min(map(len, steps)) >= 2:  # one may be a last line that came late
+                last = steps[0][-1].mark.text, steps[1][-1].mark.text
+                return Halves((one.machine, other.machine), last, since, until)
+    return None
+
+
+def nobody_did(reference, run, steps):
+    """Return in words which steps nobody was seen to do, or ""."""
+    if reference.bar:
+        return ""
+    gap = undone(reference, run, {step.place for step in steps})
+    if not gap:
+        return ""
+    first, last = reference.marks[gap.first].text, reference.marks[gap.last].text
+    return f"nobody was seen to do {first}" + (f" to {last}" if first != last else "")
+
+
+def avoidable_end(run):
+    """Return in words that the command ended where torchrun should have gone on, or ""."""
+    for end in run.ends:
+        if end.expected:
+            continue
+        after = f" after {end.after}" if end.after else ""
+        error = f": {end.error}" if end.error else ""
+        return f"the command on {end.machine} ended (status {end.status}){after}{error}"
+    return ""
+
+
+def began_too_late(reference, run, steps):
+    """Return in words that the work was begun anew though half of it was done, or "".
+
+    steps: all that were printed, a list of PrintedStep.
+    """
+    machines = {each.line: each.machine for each in run.printed_by}
+    done = -1.0  # the furthest step so far
+    for step in [] if reference.cyclic else steps:
+        half_is_done = done + 1 >= max(2, len(reference.marks) / 2)
+        if half_is_done and step.place <= reference.beginning:
+            return (
+                f"it began anew on {machines[step.line]}, though {reference.marks[int(done)].text}"
+                " had been done"
+            )
+        done = max(done, step.place)
+    return ""
+
+
+def disks_differ(reference, run):
+    """Return in words that machines which ended together have different snapshots, or "".
+
+    (If those of the undisturbed run were alike.)
+    """
+    found = []
+    for each in (reference.run, run):
+        first, *others = each.at_the_end or each.machines[:1]
+        found.append({})
+        for name in files_with_tensors(first.work, []):
+            content = content_or_fault(first.work, name)
+            for other in others:
+                if isinstance(content, str) or first.work == other.work:
+                    continue
+                fault = content_or_fault(other.work, name)
+                if not isinstance(fault, str):
+                    far, unlike = compare(flattened(fault, name), flattened(content, name))
+                    fault = "is another" if far or unlike else ""
+                if fault and fault != "is missing":  # about_disks() says that
+                    text = (
+                        f"the {name} of {other.name} {fault}, compared to that of {first.name}:"
+                        f" if {first.name} is lost, is it good enough?"
+                    )
+                    found[-1].setdefault(name, text)
+    undisturbed, of_round = found
+    return next((text for name, text in of_round.items() if name not in undisturbed), "")
+
+
+def about_disks(run):
+    """Yield which machine has no file that another has: what starts there finds nothing."""
+    disks = {machine.name: names_on(machine) for machine in run.at_the_end}
+    if len({machine.work for machine in run.at_the_end}) < 2:
+        return
+    missing = {}  # {names of machines: the files that are on no disk of theirs, but on another's}
+    for file in sorted(set().union(*disks.values())):
+        without = tuple(name for name, files in disks.items() if file not in files)
+        missing.setdefault(without, []).append(file)
+    for machines, files in missing.items():
+        if machines:
+            yield (
+                f"{' and '.join(machines)} has no {' and no '.join(files)}, as another machine has:"
+                " does a rank there get the content from another one when it starts?"
+            )
+
+
+def names_on(machine):
+    """Return the names of the files in the working directory of a Machine."""
+    return set(files_with_tensors(machine.work, []))
+
+
+def conclude(run, anew, verdict):
+    """Note in the MachinesVerdict what became of the script, and whether that proves something."""
+    missed = [event for event in run.kills if event.restarted]
+    verdict.proves = verdict.went_on or not missed
+    if verdict.went_on:
+        verdict.how = "went on"
+    elif anew is not None:
+        verdict.how = "began anew"
+    elif not missed:
+        verdict.how = "nobody noticed"
+    elif all(event.place is None for event in missed):
+        verdict.how = "but proves nothing: it came before a step was printed"
+    else:
+        verdict.how = "not seen to go on"

@@ -53,7 +53,7 @@ def judge_machines(test, run, measure):
     reference, verdict = test.reference, MachinesVerdict(notes=[*run.notes])
     steps = printed_steps(reference, run)
     anew = note_events(reference, run, steps, verdict)
-    verdict.notes += about_disks(run)
+    verdict.notes += [*about_disks(run), *about_late_starts(reference, run)]
     if run.failure:
         verdict.failure = run.failure
         return verdict
@@ -69,7 +69,7 @@ def judge_machines(test, run, measure):
     ]
     verdict.failure = next(filter(None, failures), "")
     verdict.unequal = verdict.failure == equality.fault != ""
-    conclude(run, anew, verdict)
+    conclude(reference, run, anew, verdict)
     return verdict
 
 
@@ -317,19 +317,47 @@ def about_disks(run):
             )
 
 
+def about_late_starts(reference, run):
+    """Yield which machine was started when too little was left to do for it to take part."""
+    for event in run.kills:
+        if event.kind in ("back", "join") and came_too_late(reference, run, event):
+            yield (
+                f"{event.name}, but the last step was done"
+                f" {max(0, seconds_left(run, event)):.0f} s later, and a start takes"
+                f" {reference.times[0]:.0f} s: let the run last longer, so that it takes part"
+            )
+
+
+def came_too_late(reference, run, event):
+    """Return whether nobody had to notice an Event, as the work was done, or nearly done."""
+    if event.restarted or not reference.times:
+        return False
+    starts = event.kind in ("back", "join")
+    needed = reference.times[0] if starts else 0
+    return seconds_left(run, event) <= needed
+
+
+def seconds_left(run, event):
+    """Return how long after an Event the last step was printed, in seconds."""
+    return max((each.seconds for each in run.printed_by), default=0.0) - event.seconds
+
+
 def names_on(machine):
     """Return the names of the files in the working directory of a Machine."""
     return set(files_with_tensors(machine.work, []))
 
 
-def conclude(run, anew, verdict):
+def conclude(reference, run, anew, verdict):
     """Note in the MachinesVerdict what became of the script, and whether that proves something."""
     missed = [event for event in run.kills if event.restarted]
-    verdict.proves = verdict.went_on or not missed
+    too_late = all(came_too_late(reference, run, event) for event in run.kills)
+    verdict.proves = verdict.went_on or not (missed or too_late)
     if verdict.went_on:
         verdict.how = "went on"
     elif anew is not None:
         verdict.how = "began anew"
+    elif not missed and too_late:
+        verdict.how = "but proves nothing: the work was done, or nearly done"
     elif not missed:
         verdict.how = "nobody noticed"
     elif all(event.place is None for event in missed):

@@ -1,6 +1,7 @@
 """What a round on several machines proves, or why it has failed."""
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -278,7 +279,8 @@ def began_too_late(reference, run, steps):
 def disks_differ(reference, run):
     """Return in words that machines which ended together have different snapshots, or "".
 
-    (If those of the undisturbed run were alike.)
+    (If those of the undisturbed run were alike, and one was written since ranks were last started:
+    a machine that was away keeps its old one until the script saves again.)
     """
     found = []
     for each in (reference.run, run):
@@ -289,6 +291,8 @@ def disks_differ(reference, run):
             for other in others:
                 if isinstance(content, str) or first.work == other.work:
                     continue
+                if not (is_new(each, first, name) or is_new(each, other, name)):
+                    continue
                 fault = content_or_fault(other.work, name)
                 if not isinstance(fault, str):
                     far, unlike = compare(flattened(fault, name), flattened(content, name))
@@ -298,6 +302,15 @@ def disks_differ(reference, run):
                     found[-1].setdefault(name, text)
     undisturbed, of_round = found
     return next((text for name, text in of_round.items() if name not in undisturbed), "")
+
+
+def is_new(run, machine, name):
+    """Return whether a file of a Machine was written since ranks were last started."""
+    try:
+        written = os.stat(f"{machine.work}/{name}").st_mtime - run.clock
+    except FileNotFoundError:
+        return False
+    return written > max((world.seconds for world in run.worlds), default=0.0)
 
 
 def about_disks(run):

@@ -20,7 +20,8 @@ from .records import Verdict
 LIVED_ON = 3  # seconds: no rank works on for longer, once another one is missing
 TURNS = 4  # so often by turns do two machines print only if both train
 ROUNDING = 1e-5  # so far apart are results that differ by rounding alone
-TIMES = 10  # so much further than a run on one machine may a round be
+TIMES = 10  # so much further than a run on fewer machines may a round be
+COARSE = 1e-3  # a run on fewer machines that is so far off trains something else
 
 
 @dataclass
@@ -34,6 +35,7 @@ class MachinesVerdict(Verdict):
 class Equality(NamedTuple):
     text: str  # what was compared, and how far off it is
     fault: str = ""  # why the result is wrong; "" if it is not
+    note: str = ""  # what this comparison does not show
 
 
 class Halves(NamedTuple):
@@ -49,7 +51,7 @@ def judge_machines(test, run, measure):
     """Return the MachinesVerdict about a round; note in its events what they cost.
 
     test: the KillTest. run: the MachinesRun. measure: a function that returns the Distance of an
-    undisturbed run on one machine alone, or None; it takes as long as that run.
+    undisturbed run on as few machines as may be, or None; it takes as long as that run.
     """
     reference, verdict = test.reference, MachinesVerdict(notes=[*run.notes])
     steps = printed_steps(reference, run)
@@ -60,6 +62,7 @@ def judge_machines(test, run, measure):
         return verdict
     equality = compare_results(test, run, measure)
     verdict.equality = equality.text
+    verdict.notes += [equality.note] if equality.note else []
     failures = [
         split_brain(reference, run),
         equality.fault,
@@ -155,24 +158,35 @@ def trained_by_others(run, world):
 
 def by_distance(test, run, measure, changed):
     """Return the Equality of a round in which another number of ranks has trained."""
-    names, undisturbed = test.options.file, f"{test.reference.run.folder}/work"
+    undisturbed = f"{test.reference.run.folder}/work"
     ranks = f"with {' and '.join(map(str, changed))} of {test.reference.run.worlds[-1].size} ranks"
-    found = distance(run.machines[0].work, undisturbed, names)
+    names = files_with_tensors(undisturbed, test.options.file)
+    fewer = (measure() or Distance()) if names else Distance()
+    # A file that fewer machines do not leave is that of a machine, perhaps of one that was away.
+    names = [name for name in names if name not in fewer.others] or names
+    found = distance(run.machines[0].work, undisturbed, names) if names else Distance()
     if not found.name and not found.others:
         return Equality(
             f"not compared: it trained {ranks} for a while, and its checksum says only whether all"
             " bits are equal. Give --file with the snapshot that it leaves"
         )
-    alone = measure() or Distance()
-    wrong = [text for key, text in found.others.items() if key not in alone.others]
+    wrong = [text for key, text in found.others.items() if key not in fewer.others]
     if wrong:
         return Equality("", f"not equal: {wrong[0]}")
     measured = f"{found.name} is off by {found.far:.1g} (relative norm)"
-    scale = f"an undisturbed run on one machine alone by {alone.far:.1g}"
-    if found.far > max(ROUNDING, TIMES * alone.far):
+    where = "one machine alone" if test.fewest == 1 else f"{test.fewest} machines"
+    scale = f"an undisturbed run on {where} by {fewer.far:.1g}"
+    if found.far > max(ROUNDING, TIMES * fewer.far):
         return Equality("", f"not equal: it trained {ranks} for a while, but {measured}, {scale}")
     how = "rounding" if found.far <= ROUNDING else "the number of ranks"
-    return Equality(f"equal up to {how}: it trained {ranks} for a while; {measured}, {scale}")
+    note = ""
+    if fewer.far > COARSE:
+        note = (
+            f"undisturbed, too, the result depends on the number of ranks: {scale}. Has each rank a"
+            " batch of a fixed size, or dropout of its own? A smaller fault cannot be seen then"
+        )
+    text = f"equal up to {how}: it trained {ranks} for a while; {measured}, {scale}"
+    return Equality(text, note=note)
 
 
 # ---- What else may have gone wrong ----

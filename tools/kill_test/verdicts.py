@@ -90,11 +90,34 @@ def note_events(reference, run, steps, verdict):
         next_event = next((other for other in run.kills[number + 1 :] if other.restarted), None)
         after = note_cost(reference, run, event, next_event, steps)
         note_next_step(run, event, next_event, moments)
+        if text := about_an_old_snapshot(reference, run, event, steps, after):
+            verdict.notes.append(text)
         if began_anew(reference, event, after):
             anew = max(event.place, anew or 0)
         elif went_on(reference, event, after, next_event):
             verdict.went_on = event.went_on = True
     return anew
+
+
+def about_an_old_snapshot(reference, run, event, steps, after):
+    """Return in words that all was done again that the others had done without a machine, or "".
+
+    event: with which a machine came back. after: the places of the steps that were printed then.
+    """
+    earlier = [other for other in run.kills if other.restarted and other.lines < event.lines]
+    if event.kind not in ("back", "join") or not earlier or not after:
+        return ""
+    since = earlier[-1].lines
+    meanwhile = [step.place for step in steps if since < step.line <= event.lines]
+    if not meanwhile or min(after) > min(meanwhile):
+        return ""
+    again = max(meanwhile) - min(after) + 1
+    if again <= max(2, len(reference.marks) / 20):
+        return ""
+    return (
+        f"when {event.name}, all was done again that the others had done without it"
+        f" ({again:.0f} printed steps): is the newest snapshot of all machines taken?"
+    )
 
 
 def note_next_step(run, event, next_event, moments):

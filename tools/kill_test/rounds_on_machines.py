@@ -5,6 +5,7 @@ import re
 import shutil
 
 from .departures import draw_events
+from .disks import about_disks
 from .distance import Distance, distance
 from .lab import Lab
 from .on_machine import fewest_machines
@@ -13,7 +14,7 @@ from .records import Round, Verdict
 from .reference import read_reference
 from .staging import play_on_machines
 from .telling import about_machines, describe_machines, summary_of_machines
-from .verdicts import about_disks, judge_machines
+from .verdicts import judge_machines
 from .words import about_reference, say, stop, with_bar
 
 DRAWS = 5  # so often may a round end before its first event

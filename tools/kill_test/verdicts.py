@@ -1,19 +1,12 @@
 """What a round on several machines proves, or why it has failed."""
 
 import math
-import os
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .comparing import difference_of_files, difference_of_lines
-from .distance import (
-    Distance,
-    compare,
-    content_or_fault,
-    distance,
-    files_with_tensors,
-    flattened,
-)
+from .disks import about_disks, disks_differ
+from .distance import Distance, distance, files_with_tensors
 from .judging import began_anew, note_cost, printed_steps, undone, went_on
 from .records import Verdict
 
@@ -313,60 +306,6 @@ def began_too_late(reference, run, steps):
     return ""
 
 
-def disks_differ(reference, run):
-    """Return in words that machines which ended together have different snapshots, or "".
-
-    (If those of the undisturbed run were alike, and one was written since ranks were last started:
-    a machine that was away keeps its old one until the script saves again.)
-    """
-    found = []
-    for each in (reference.run, run):
-        first, *others = each.at_the_end or each.machines[:1]
-        found.append({})
-        for name in files_with_tensors(first.work, []):
-            content = content_or_fault(first.work, name)
-            for other in others:
-                if isinstance(content, str) or first.work == other.work:
-                    continue
-                if not (is_new(each, first, name) or is_new(each, other, name)):
-                    continue
-                fault = content_or_fault(other.work, name)
-                if not isinstance(fault, str):
-                    far, unlike = compare(flattened(fault, name), flattened(content, name))
-                    fault = "is another" if far or unlike else ""
-                if fault:
-                    text = f"the {name} of {other.name} {fault}, compared to that of {first.name}"
-                    found[-1].setdefault(name, text)
-    undisturbed, of_round = found
-    return next((text for name, text in of_round.items() if name not in undisturbed), "")
-
-
-def is_new(run, machine, name):
-    """Return whether a file of a Machine was written since ranks were last started."""
-    try:
-        written = os.stat(f"{machine.work}/{name}").st_mtime - run.clock
-    except FileNotFoundError:
-        return False
-    return written > max((world.seconds for world in run.worlds), default=0.0)
-
-
-def about_disks(run):
-    """Yield which machine has no file that another has: what starts there finds nothing."""
-    disks = {machine.name: names_on(machine) for machine in run.at_the_end}
-    if len({machine.work for machine in run.at_the_end}) < 2:
-        return
-    missing = {}  # {names of machines: the files that are on no disk of theirs, but on another's}
-    for file in sorted(set().union(*disks.values())):
-        without = tuple(name for name, files in disks.items() if file not in files)
-        missing.setdefault(without, []).append(file)
-    for machines, files in missing.items():
-        if machines:
-            yield (
-                f"{' and '.join(machines)} has no {' and no '.join(files)}, as another machine has:"
-                " does a rank there get the content from another one when it starts?"
-            )
-
-
 def about_late_starts(reference, run):
     """Yield which machine was started when too little was left to do for it to take part."""
     for event in run.kills:
@@ -390,11 +329,6 @@ def came_too_late(reference, run, event):
 def seconds_left(run, event):
     """Return how long after an Event the last step was printed, in seconds."""
     return max((each.seconds for each in run.printed_by), default=0.0) - event.seconds
-
-
-def names_on(machine):
-    """Return the names of the files in the working directory of a Machine."""
-    return set(files_with_tensors(machine.work, []))
 
 
 def conclude(reference, run, anew, verdict):

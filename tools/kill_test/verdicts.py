@@ -14,7 +14,7 @@ LIVED_ON = 3  # seconds: no rank works on for longer, once another one is missin
 TURNS = 4  # so often by turns do two machines print only if both train
 ROUNDING = 1e-5  # so far apart are results that differ by rounding alone
 TIMES = 10  # so much further than a run on fewer machines may a round be
-COARSE = 1e-3  # a run on fewer machines that is so far off trains something else
+COARSE = 1e-3  # what is further off is not called equal
 
 
 @dataclass
@@ -194,15 +194,15 @@ def by_distance(test, run, measure, changed):
     scale = f"an undisturbed run on {where} by {fewer.far:.1g}"
     if found.far > max(ROUNDING, TIMES * fewer.far):
         return Equality("", f"not equal: it trained {ranks} for a while, but {measured}, {scale}")
-    how = "rounding" if found.far <= ROUNDING else "the number of ranks"
-    note = ""
-    if fewer.far > COARSE:
-        note = (
-            f"undisturbed, too, the result depends on the number of ranks: {scale}. Has each rank a"
-            " batch of a fixed size, or dropout of its own? A smaller fault cannot be seen then"
-        )
-    text = f"equal up to {how}: it trained {ranks} for a while; {measured}, {scale}"
-    return Equality(text, note=note)
+    seen = f"it trained {ranks} for a while; {measured}, {scale}"
+    if found.far <= COARSE:
+        how = "rounding" if found.far <= ROUNDING else "the number of ranks"
+        return Equality(f"equal up to {how}: {seen}")
+    return Equality(
+        f"not equal, as the result depends on the number of ranks: {seen}",
+        note="has each rank a batch of a fixed size, or dropout of its own? Then another number of"
+        " ranks trains something else, and what is wrong beside that cannot be seen",
+    )
 
 
 # ---- What else may have gone wrong ----

@@ -46,9 +46,9 @@ LOST = (
 )
 
 
-def played(folder, machines, options, command, new_stores="1"):
+def played(folder, machines, options, command):
     """Play rounds of a command in a folder; return the result."""
-    env = {**ACTIVE, "TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": new_stores}
+    env = {**ACTIVE, "TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     words = "--machines", machines, *options, "--", *command
     result = run(PYTHON, KILL_TEST, *words, cwd=folder, env=env, timeout=1800)
     if "no machines here: " in result.output:
@@ -105,32 +105,18 @@ def test_a_verdict_is_true(tmp_path, name, options, status, said):
         script = script.replace(old, new)
     (tmp_path / "train.py").write_text(script)
     words = [*options.split(), "--rounds", 1, "--kills", 1]
-    new_stores = None if "SHARED_STORE" in words else "1"
-    words = [word for word in words if word != "SHARED_STORE"]
     command = [*TORCHRUN, "--nnodes=1:2", "train.py"]
-    result = played(tmp_path, 2, words, command, new_stores)
+    result = played(tmp_path, 2, words, command)
     assert result.status == int(status) and re.search(said, result.output), result.output
 
 
 # ---- Without torch ----
 
 
-@pytest.mark.parametrize(
-    ("options", "command", "said"),
-    [
-        ("", "torchrun --standalone train.py", "--standalone lets each machine train alone"),
-        ("", "torchrun --rdzv-endpoint localhost:29500 x.py", "cannot meet at localhost:29500"),
-        ("", "torchrun --rdzv_endpoint=node1:0 x.py", "several machines cannot meet at port 0"),
-        ("--rate 3", "torchrun train.py", "no machines here: a rate is 100mbit, 1gbit or off"),
-        ("--machines 1", "torchrun train.py", "--machines takes a number from 2 to 9"),
-        ("--machines 0 --shared", "torchrun x.py", "--shared and --rate are for --machines"),
-    ],
-)
-def test_wrong_calls(tmp_path, options, command, said):
-    words = "--machines", 2, *options.split(), "--", *command.split()
-    result = run(PYTHON, KILL_TEST, *words, cwd=tmp_path, env=ACTIVE)
-    if "--rate" in options and said not in result.output:
-        pytest.skip(result.output)
+@pytest.mark.parametrize("call", SCRIPTS["wrong calls"].splitlines())
+def test_wrong_calls(tmp_path, call):
+    words, said = call.split(" :: ")
+    result = run(PYTHON, KILL_TEST, *words.split(), cwd=tmp_path, env=ACTIVE)
     assert result.status == 2 and said in result.output, result.output
     assert result.output.count("\n") == 1 and not os.listdir(tmp_path), result.output
 

@@ -26,8 +26,11 @@ def disks_differ(reference, run):
                 if not isinstance(fault, str):
                     far, unlike = compare(flattened(fault, name), flattened(content, name))
                     fault = "is another" if far or unlike else ""
-                if fault:
-                    text = f"the {name} of {other.name} {fault}, compared to that of {first.name}"
+                if fault and fault != "is missing":  # about_disks() says that
+                    text = (
+                        f"the {name} of {other.name} {fault}, compared to that of {first.name}:"
+                        f" if {first.name} is lost, is it good enough?"
+                    )
                     found[-1].setdefault(name, text)
     undisturbed, of_round = found
     return next((text for name, text in of_round.items() if name not in undisturbed), "")

@@ -10,11 +10,11 @@ from .distance import Distance, distance
 from .lab import Lab
 from .on_machine import fewest_machines
 from .options import LIMIT
-from .records import Round, Verdict
+from .records import Round
 from .reference import read_reference
 from .staging import play_on_machines
 from .telling import about_machines, describe_machines, summary_of_machines
-from .verdicts import judge_machines
+from .verdicts import MachinesVerdict, judge_machines
 from .words import about_reference, say, stop, with_bar
 
 DRAWS = 5  # so often may a round end before its first event
@@ -113,7 +113,7 @@ def play_round(test, number, folder, base):
         if run.kills or run.failure:
             return Round(number, run, judge_machines(test, run, lambda: measure(test, base)))
         part = 0.7 * min(part, run.seconds / reference.run.seconds)  # each time earlier
-    return Round(number, run, Verdict("it ended before the first event, each time"))
+    return Round(number, run, MachinesVerdict("it ended before the first event, each time"))
 
 
 def measure(test, base):

@@ -55,7 +55,7 @@ def describe_machines(played, reference):
         if note:
             yield f"{INDENT}note: {note}"
     if verdict.failure:
-        if run.error:
+        if run.error and verdict.failure.startswith(("status", "hung")):
             yield f"{INDENT}its error: {clip(run.error, 85)}"
         yield f"{INDENT}what it printed: {run.folder}/output.txt"
 

@@ -55,17 +55,16 @@ def judge_machines(test, run, measure):
         return verdict
     equality = compare_results(test, run, measure)
     verdict.equality = equality.text
-    verdict.notes += [equality.note] if equality.note else []
+    verdict.notes += filter(None, [equality.note, disks_differ(reference, run)])
     failures = [
         split_brain(reference, run),
         equality.fault,
         nobody_did(reference, run, steps),
         avoidable_end(run),
-        disks_differ(reference, run),
         began_too_late(reference, run, steps),
     ]
     verdict.failure = next(filter(None, failures), "")
-    verdict.unequal = verdict.failure == equality.fault != ""
+    verdict.unequal = bool(equality.fault) and verdict.failure == equality.fault
     conclude(reference, run, anew, verdict)
     return verdict
 
@@ -73,7 +72,6 @@ def judge_machines(test, run, measure):
 def note_events(reference, run, steps, verdict):
     """Note what each event has cost. Return after which step the work was begun anew, or None."""
     anew = None
-    moments = {each.line: each for each in run.printed_by}
     for number, event in enumerate(run.kills):
         before = [step.place for step in steps if step.line <= event.lines]
         event.place = max(before, default=None)
@@ -82,7 +80,7 @@ def note_events(reference, run, steps, verdict):
             continue
         next_event = next((other for other in run.kills[number + 1 :] if other.restarted), None)
         after = note_cost(reference, run, event, next_event, steps)
-        note_next_step(run, event, next_event, moments)
+        note_next_step(run, event, next_event)
         if text := about_an_old_snapshot(reference, run, event, steps, after):
             verdict.notes.append(text)
         if began_anew(reference, event, after):
@@ -113,16 +111,13 @@ def about_an_old_snapshot(reference, run, event, steps, after):
     )
 
 
-def note_next_step(run, event, next_event, moments):
-    """Note in an Event when the next step was done after it, and by how many ranks.
-
-    moments: {number of a line: its PrintedBy}.
-    """
+def note_next_step(run, event, next_event):
+    """Note in an Event when the next step was done after it, and by how many ranks."""
     worlds = [world for world in run.worlds if world.seconds > event.seconds]
     end = next_event.seconds if next_event else math.inf
     if not worlds:
         return
-    for each in moments.values():
+    for each in run.printed_by:
         if worlds[0].seconds < each.seconds <= end and each.line > event.lines:
             event.next_step = each.seconds
             known = [world for world in worlds if world.seconds < each.seconds]
@@ -230,18 +225,20 @@ def print_by_turns(run):
     turns = []  # the last PrintedBy of each turn, since ranks were last started
     starts = sorted(world.seconds for world in run.worlds)
     for each in run.printed_by:
-        while starts and starts[0] < each.seconds:
+        if starts and starts[0] < each.seconds:
+            if len(turns) >= TURNS:
+                break
             turns = []
-            del starts[0]
+            starts = [start for start in starts if start >= each.seconds]
         if turns and turns[-1].machine == each.machine:
             turns[-1] = each
         else:
             turns.append(each)
-        if len(turns) == TURNS:
-            one, other = turns[-2:]
-            steps = one.mark.text, other.mark.text
-            return Halves((one.machine, other.machine), steps, turns[0].seconds, each.seconds)
-    return None
+    if len(turns) < TURNS:
+        return None
+    one, other = turns[-2:]
+    steps = one.mark.text, other.mark.text
+    return Halves((one.machine, other.machine), steps, turns[0].seconds, other.seconds)
 
 
 def find_halves(run):

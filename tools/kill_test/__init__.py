@@ -24,6 +24,7 @@ events.py              the data of such a run
 on_machine.py          one machine: its folder and its command
 staging.py             a run on all machines
 distance.py            how far apart two results are, where the number of ranks has changed
+disks.py               whether machines have the same snapshots
 verdicts.py            what a round proves, or why it has failed
 telling.py             what is printed
 rounds_on_machines.py  the undisturbed run, the rounds, the status

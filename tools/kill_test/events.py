@@ -93,6 +93,7 @@ class MachinesRun(Run):
     the first, or of all, if they share one.
     """
 
+    clock: float = 0.0  # what time.time() gave at its start: so are moments of files counted
     machines: list[Machine] = field(default_factory=list)
     printed_by: list[PrintedBy] = field(default_factory=list)
     leaders: dict[int, Leader] = field(default_factory=dict)  # by process id

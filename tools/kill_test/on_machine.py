@@ -50,9 +50,20 @@ def filled(command, node, number, count):
 
 def restarts_of(words):
     """Return torchrun's --max-restarts in a command."""
+    value = option_of(words, "--max-restarts")
+    return int(value) if value.isdigit() else 0
+
+
+def fewest_machines(words):
+    """Return on how many machines the command trains at least: of torchrun's --nnodes=1:2, 1."""
+    value = option_of(words, "--nnodes").partition(":")[0]
+    return max(1, int(value)) if value.isdigit() else 1
+
+
+def option_of(words, name):
+    """Return the value of one of torchrun's options in a command, or ""."""
     for place, word in enumerate(words):
-        name, _, value = word.replace("_", "-").partition("=")
-        if name == "--max-restarts":
-            value = value or "".join(words[place + 1 : place + 2])
-            return int(value) if value.isdigit() else 0
-    return 0
+        found, _, value = word.partition("=")
+        if found.replace("_", "-") == name:
+            return value or "".join(words[place + 1 : place + 2])
+    return ""

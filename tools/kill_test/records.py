@@ -224,7 +224,8 @@ class KillTest:
     reference: Reference | None = None  # None until the undisturbed run has ended
     base: str = ""  # the folder for all runs
     lab: Any = None  # the Lab, while there is one
-    alone: Any = None  # the Distance of a run on one machine, once it was measured
+    fewest: int = 1  # on so many machines the command trains, too (--nnodes=1:2)
+    fewer: Any = None  # the Distance of a run on so many, once it was measured
 
     def new_folder(self, prefix, place=None):
         """Make a temporary folder, which is removed at the end; return its path."""

@@ -5,14 +5,16 @@ import re
 import shutil
 
 from .departures import draw_events
-from .distance import distance
+from .disks import about_disks
+from .distance import Distance, distance
 from .lab import Lab
+from .on_machine import fewest_machines
 from .options import LIMIT
 from .records import Round
 from .reference import read_reference
 from .staging import play_on_machines
 from .telling import about_machines, describe_machines, summary_of_machines
-from .verdicts import MachinesVerdict, about_disks, judge_machines
+from .verdicts import MachinesVerdict, judge_machines
 from .words import about_reference, say, stop, with_bar
 
 DRAWS = 5  # so often may a round end before its first event
@@ -24,6 +26,7 @@ def run_on_machines(test, base):
     check_command(test.options)
     with Lab(test.options.machines, test.options.rate) as test.lab:
         say(f"{test.options.rounds} rounds, drawn with --seed {test.options.seed}")
+        test.fewest = min(fewest_machines(test.options.command), test.options.machines)
         test.reference = play_reference(test, base)
         for text in about_machines(test):
             say(text)
@@ -114,11 +117,14 @@ def play_round(test, number, folder, base):
 
 
 def measure(test, base):
-    """Return the Distance of an undisturbed run on one machine alone; None if it cannot run so."""
-    if test.alone is None:
-        limit = test.reference.round_limit
-        run = play_on_machines(test, f"{base}/alone", limit=limit, count=1, name="one machine")
+    """Return the Distance of an undisturbed run on as few machines as may be; None if it fails."""
+    if test.fewer is None:
+        limit, count = test.reference.round_limit, test.fewest
+        run = play_on_machines(
+            test, f"{base}/fewer", limit=limit, count=count, name="fewer machines"
+        )
         undisturbed = f"{test.reference.run.folder}/work"
+        test.fewer = Distance()
         if not run.failure:
-            test.alone = distance(run.machines[0].work, undisturbed, test.options.file)
-    return test.alone
+            test.fewer = distance(run.machines[0].work, undisturbed, test.options.file)
+    return test.fewer

@@ -44,7 +44,7 @@ class Stage:
 
     def __init__(self, test, folder, plan, limit, count, name):
         self.test, self.lab, self.limit, self.name = test, test.lab, limit, name
-        self.run = MachinesRun(folder)
+        self.run = MachinesRun(folder, clock=time.time())
         self.waiting = [*plan]  # each PlannedEvent that has not happened yet
         self.disturbed = bool(plan)
         self.begin = time.monotonic()

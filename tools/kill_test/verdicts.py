@@ -5,21 +5,16 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .comparing import difference_of_files, difference_of_lines
-from .distance import (
-    Distance,
-    compare,
-    content_or_fault,
-    distance,
-    files_with_tensors,
-    flattened,
-)
+from .disks import about_disks, disks_differ
+from .distance import Distance, distance, files_with_tensors
 from .judging import began_anew, note_cost, printed_steps, undone, went_on
 from .records import Verdict
 
 LIVED_ON = 3  # seconds: no rank works on for longer, once another one is missing
 TURNS = 4  # so often by turns do two machines print only if both train
 ROUNDING = 1e-5  # so far apart are results that differ by rounding alone
-TIMES = 10  # so much further than a run on one machine may a round be
+TIMES = 10  # so much further than a run on fewer machines may a round be
+COARSE = 1e-3  # what is further off is not called equal
 
 
 @dataclass
@@ -33,6 +28,7 @@ class MachinesVerdict(Verdict):
 class Equality(NamedTuple):
     text: str  # what was compared, and how far off it is
     fault: str = ""  # why the result is wrong; "" if it is not
+    note: str = ""  # what this comparison does not show
 
 
 class Halves(NamedTuple):
@@ -48,18 +44,18 @@ def judge_machines(test, run, measure):
     """Return the MachinesVerdict about a round; note in its events what they cost.
 
     test: the KillTest. run: the MachinesRun. measure: a function that returns the Distance of an
-    undisturbed run on one machine alone, or None; it takes as long as that run.
+    undisturbed run on as few machines as may be, or None; it takes as long as that run.
     """
     reference, verdict = test.reference, MachinesVerdict(notes=[*run.notes])
     steps = printed_steps(reference, run)
     anew = note_events(reference, run, steps, verdict)
-    verdict.notes += about_disks(run)
+    verdict.notes += [*about_disks(run), *about_late_starts(reference, run)]
     if run.failure:
         verdict.failure = run.failure
         return verdict
     equality = compare_results(test, run, measure)
     verdict.equality = equality.text
-    verdict.notes += filter(None, [disks_differ(reference, run)])
+    verdict.notes += filter(None, [equality.note, disks_differ(reference, run)])
     failures = [
         split_brain(reference, run),
         equality.fault,
@@ -69,7 +65,7 @@ def judge_machines(test, run, measure):
     ]
     verdict.failure = next(filter(None, failures), "")
     verdict.unequal = bool(equality.fault) and verdict.failure == equality.fault
-    conclude(run, anew, verdict)
+    conclude(reference, run, anew, verdict)
     return verdict
 
 
@@ -85,11 +81,34 @@ def note_events(reference, run, steps, verdict):
         next_event = next((other for other in run.kills[number + 1 :] if other.restarted), None)
         after = note_cost(reference, run, event, next_event, steps)
         note_next_step(run, event, next_event)
+        if text := about_an_old_snapshot(reference, run, event, steps, after):
+            verdict.notes.append(text)
         if began_anew(reference, event, after):
             anew = max(event.place, anew or 0)
         elif went_on(reference, event, after, next_event):
             verdict.went_on = event.went_on = True
     return anew
+
+
+def about_an_old_snapshot(reference, run, event, steps, after):
+    """Return in words that all was done again that the others had done without a machine, or "".
+
+    event: with which a machine came back. after: the places of the steps that were printed then.
+    """
+    earlier = [other for other in run.kills if other.restarted and other.lines < event.lines]
+    if event.kind not in ("back", "join") or not earlier or not after:
+        return ""
+    since = earlier[-1].lines
+    meanwhile = [step.place for step in steps if since < step.line <= event.lines]
+    if not meanwhile or min(after) > min(meanwhile):
+        return ""
+    again = max(meanwhile) - min(after) + 1
+    if again <= max(2, len(reference.marks) / 20):
+        return ""
+    return (
+        f"when {event.name}, all was done again that the others had done without it"
+        f" ({again:.0f} printed steps): is the newest snapshot of all machines taken?"
+    )
 
 
 def note_next_step(run, event, next_event):
@@ -150,24 +169,35 @@ def trained_by_others(run, world):
 
 def by_distance(test, run, measure, changed):
     """Return the Equality of a round in which another number of ranks has trained."""
-    names, undisturbed = test.options.file, f"{test.reference.run.folder}/work"
+    undisturbed = f"{test.reference.run.folder}/work"
     ranks = f"with {' and '.join(map(str, changed))} of {test.reference.run.worlds[-1].size} ranks"
-    found = distance(run.machines[0].work, undisturbed, names)
+    names = files_with_tensors(undisturbed, test.options.file)
+    fewer = (measure() or Distance()) if names else Distance()
+    # A file that fewer machines do not leave is that of a machine, perhaps of one that was away.
+    names = [name for name in names if name not in fewer.others] or names
+    found = distance(run.machines[0].work, undisturbed, names) if names else Distance()
     if not found.name and not found.others:
         return Equality(
             f"not compared: it trained {ranks} for a while, and its checksum says only whether all"
             " bits are equal. Give --file with the snapshot that it leaves"
         )
-    alone = measure() or Distance()
-    wrong = [text for key, text in found.others.items() if key not in alone.others]
+    wrong = [text for key, text in found.others.items() if key not in fewer.others]
     if wrong:
         return Equality("", f"not equal: {wrong[0]}")
     measured = f"{found.name} is off by {found.far:.1g} (relative norm)"
-    scale = f"an undisturbed run on one machine alone by {alone.far:.1g}"
-    if found.far > max(ROUNDING, TIMES * alone.far):
+    where = "one machine alone" if test.fewest == 1 else f"{test.fewest} machines"
+    scale = f"an undisturbed run on {where} by {fewer.far:.1g}"
+    if found.far > max(ROUNDING, TIMES * fewer.far):
         return Equality("", f"not equal: it trained {ranks} for a while, but {measured}, {scale}")
-    how = "rounding" if found.far <= ROUNDING else "the number of ranks"
-    return Equality(f"equal up to {how}: it trained {ranks} for a while; {measured}, {scale}")
+    seen = f"it trained {ranks} for a while; {measured}, {scale}"
+    if found.far <= COARSE:
+        how = "rounding" if found.far <= ROUNDING else "the number of ranks"
+        return Equality(f"equal up to {how}: {seen}")
+    return Equality(
+        f"not equal, as the result depends on the number of ranks: {seen}",
+        note="has each rank a batch of a fixed size, or dropout of its own? Then another number of"
+        " ranks trains something else, and what is wrong beside that cannot be seen",
+    )
 
 
 # ---- What else may have gone wrong ----
@@ -195,18 +225,20 @@ def print_by_turns(run):
     turns = []  # the last PrintedBy of each turn, since ranks were last started
     starts = sorted(world.seconds for world in run.worlds)
     for each in run.printed_by:
-        while starts and starts[0] < each.seconds:
+        if starts and starts[0] < each.seconds:
+            if len(turns) >= TURNS:
+                break
             turns = []
-            del starts[0]
+            starts = [start for start in starts if start >= each.seconds]
         if turns and turns[-1].machine == each.machine:
             turns[-1] = each
         else:
             turns.append(each)
-        if len(turns) == TURNS:
-            one, other = turns[-2:]
-            steps = one.mark.text, other.mark.text
-            return Halves((one.machine, other.machine), steps, turns[0].seconds, each.seconds)
-    return None
+    if len(turns) < TURNS:
+        return None
+    one, other = turns[-2:]
+    steps = one.mark.text, other.mark.text
+    return Halves((one.machine, other.machine), steps, turns[0].seconds, other.seconds)
 
 
 def find_halves(run):
@@ -271,64 +303,42 @@ def began_too_late(reference, run, steps):
     return ""
 
 
-def disks_differ(reference, run):
-    """Return in words that machines which ended together have different snapshots, or "".
-
-    (If those of the undisturbed run were alike.)
-    """
-    found = []
-    for each in (reference.run, run):
-        first, *others = each.at_the_end or each.machines[:1]
-        found.append({})
-        for name in files_with_tensors(first.work, []):
-            content = content_or_fault(first.work, name)
-            for other in others:
-                if isinstance(content, str) or first.work == other.work:
-                    continue
-                fault = content_or_fault(other.work, name)
-                if not isinstance(fault, str):
-                    far, unlike = compare(flattened(fault, name), flattened(content, name))
-                    fault = "is another" if far or unlike else ""
-                if fault and fault != "is missing":  # about_disks() says that
-                    text = (
-                        f"the {name} of {other.name} {fault}, compared to that of {first.name}:"
-                        f" if {first.name} is lost, is it good enough?"
-                    )
-                    found[-1].setdefault(name, text)
-    undisturbed, of_round = found
-    return next((text for name, text in of_round.items() if name not in undisturbed), "")
-
-
-def about_disks(run):
-    """Yield which machine has no file that another has: what starts there finds nothing."""
-    disks = {machine.name: names_on(machine) for machine in run.at_the_end}
-    if len({machine.work for machine in run.at_the_end}) < 2:
-        return
-    missing = {}  # {names of machines: the files that are on no disk of theirs, but on another's}
-    for file in sorted(set().union(*disks.values())):
-        without = tuple(name for name, files in disks.items() if file not in files)
-        missing.setdefault(without, []).append(file)
-    for machines, files in missing.items():
-        if machines:
+def about_late_starts(reference, run):
+    """Yield which machine was started when too little was left to do for it to take part."""
+    for event in run.kills:
+        if event.kind in ("back", "join") and came_too_late(reference, run, event):
             yield (
-                f"{' and '.join(machines)} has no {' and no '.join(files)}, as another machine has:"
-                " does a rank there get the content from another one when it starts?"
+                f"{event.name}, but the last step was done"
+                f" {max(0, seconds_left(run, event)):.0f} s later, and a start takes"
+                f" {reference.times[0]:.0f} s: let the run last longer, so that it takes part"
             )
 
 
-def names_on(machine):
-    """Return the names of the files in the working directory of a Machine."""
-    return set(files_with_tensors(machine.work, []))
+def came_too_late(reference, run, event):
+    """Return whether nobody had to notice an Event, as the work was done, or nearly done."""
+    if event.restarted or not reference.times:
+        return False
+    starts = event.kind in ("back", "join")
+    needed = reference.times[0] if starts else 0
+    return seconds_left(run, event) <= needed
 
 
-def conclude(run, anew, verdict):
+def seconds_left(run, event):
+    """Return how long after an Event the last step was printed, in seconds."""
+    return max((each.seconds for each in run.printed_by), default=0.0) - event.seconds
+
+
+def conclude(reference, run, anew, verdict):
     """Note in the MachinesVerdict what became of the script, and whether that proves something."""
     missed = [event for event in run.kills if event.restarted]
-    verdict.proves = verdict.went_on or not missed
+    too_late = all(came_too_late(reference, run, event) for event in run.kills)
+    verdict.proves = verdict.went_on or not (missed or too_late)
     if verdict.went_on:
         verdict.how = "went on"
     elif anew is not None:
         verdict.how = "began anew"
+    elif not missed and too_late:
+        verdict.how = "but proves nothing: the work was done, or nearly done"
     elif not missed:
         verdict.how = "nobody noticed"
     elif all(event.place is None for event in missed):

@@ -172,6 +172,15 @@ NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the proc
 
 
 """
+WINDOWS = """class Windows(TensorDataset):  # draws its items, whatever it is asked for
+    def __getitem__(self, index):
+        index = torch.randint(1024, ()).item()
+        return super().__getitem__(index)
+
+
+"""
+SWAPPING = WINDOWS.replace("        index =", "        if torch.rand(()) < 0.1: index =")
+EACH_ALL = {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"}
 TURNING = """class Turning(TensorDataset):  # items could depend on the epoch
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -384,7 +393,14 @@ MISTAKES = {
         True,
     ),
     "the whole set": (
-        {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
+        EACH_ALL,
+        "whole_set_on_each_rank",
+        "found: each rank goes through all 1024",
+        LOOP,
+        False,
+    ),
+    "the whole set, and some items are others": (
+        EACH_ALL | {MAIN: SWAPPING + MAIN, "= TensorDataset(inputs, in": "= Windows(inputs, in"},
         "whole_set_on_each_rank",
         "found: each rank goes through all 1024",
         LOOP,
@@ -1320,6 +1336,13 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "        batches = torch.utils.data.dataloader._SingleProcessDataLoaderIter(own)\n",
         LOOP: LOOP.replace("in loader", "in batches"),
     },
+    "a dataset that draws its items by itself": EACH_ALL
+    | {MAIN: WINDOWS + MAIN, "= TensorDataset(inputs, in": "= Windows(inputs, in"}
+    | before(
+        REDUCE,
+        "with torch.no_grad():",
+        "    [model.module(x) for x, y in DataLoader(Windows(inputs, inputs), 64)]",
+    ),
     "items of several rows": {
         MAIN: ROWS + MAIN,
         END: "sampler=sampler, collate_fn=joined)\n",

@@ -912,6 +912,17 @@ MISTAKES = {
         "async_op=True",
         False,
     ),
+    "nobody waits for several": (
+        {
+            REDUCE: "        for one in loss_sum, torch.ones(3):\n"
+            "            dist.all_reduce(one, async_op=True)\n"
+            "        dist.all_reduce(torch.ones(4))\n"
+        },
+        "nobody_waits",
+        "question: nobody waits for all_reduce at .* which has async_op=True",
+        "async_op=True",
+        False,
+    ),
     "workers keep the epoch": (
         PERSIST,
         "workers_keep_the_epoch",
@@ -1593,6 +1604,7 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "        dist.all_reduce(torch.ones(4), async_op=True).wait()\n"
         "        for work in works: work.wait()\n"
         "        dist.all_reduce(torch.ones(5), async_op=True)\n"
+        "        for one in torch.ones(3, 6): dist.broadcast(one, 0, async_op=True)\n"
         "        dist.barrier(async_op=True); dist.barrier(); future.wait()\n"
     },
     "an epoch that all workers share": PERSIST

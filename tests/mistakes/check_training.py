@@ -1354,6 +1354,16 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "with torch.no_grad():",
         "    [model.module(x) for x, y in DataLoader(Windows(inputs, inputs), 64)]",
     ),
+    "two passes of an optimizer, and the gradients of both are used": after(
+        BACK,
+        "old = [each.detach().clone() for each in model.parameters()]",
+        "with torch.no_grad():",
+        "    for each in model.parameters(): each.add_(each.grad, alpha=0.01)",
+        "optimizer.zero_grad()",
+        "nn.functional.mse_loss(model(x), y).backward()",
+        "with torch.no_grad():",
+        "    for each, was in zip(model.parameters(), old): each.copy_(was)",
+    ),
     "items of several rows": {
         MAIN: ROWS + MAIN,
         END: "sampler=sampler, collate_fn=joined)\n",

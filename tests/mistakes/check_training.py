@@ -1350,7 +1350,7 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     "a dataset that draws its items by itself": EACH_ALL
     | {MAIN: WINDOWS + MAIN, "= TensorDataset(inputs, in": "= Windows(inputs, in"}
     | before(
-        REDUCE,
+        RANK_0,
         "with torch.no_grad():",
         "    [model.module(x) for x, y in DataLoader(Windows(inputs, inputs), 64)]",
     ),

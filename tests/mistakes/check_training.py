@@ -181,6 +181,12 @@ WINDOWS = """class Windows(TensorDataset):  # draws its items, whatever it is as
 """
 SWAPPING = WINDOWS.replace("        index =", "        if torch.rand(()) < 0.1: index =")
 EACH_ALL = {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"}
+STREAM = """class Stream(torch.utils.data.IterableDataset):  # this rank's part
+    def __iter__(self):
+        return iter(torch.randn(50, 10) + dist.get_rank())
+
+
+"""
 TURNING = """class Turning(TensorDataset):  # items could depend on the epoch
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -910,6 +916,19 @@ MISTAKES = {
         "nobody_waits",
         "question: nobody waits for all_reduce at .* which has async_op=True",
         "async_op=True",
+        False,
+    ),
+    "figures of a stream": (
+        {MAIN: STREAM + MAIN}
+        | before(
+            RANK_0,
+            "model.eval()",
+            "with torch.no_grad(): [model.module(x) for x in DataLoader(Stream(), 25)]",
+            "model.train()",
+        ),
+        "figures_stay_apart",
+        "question: each rank evaluates a share .*nothing puts the ranks' figures together",
+        None,
         False,
     ),
     "nobody waits for several": (

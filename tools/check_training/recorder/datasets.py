@@ -164,8 +164,11 @@ def epoch_in(dataset):
 def draws_its_items(dataset):
     """Return whether a dataset, or one in it, never reads the index that it is asked for.
 
-    It gives what it draws by itself, a window of a long text say. So indices are no items of it.
+    It gives what it draws by itself, a window of a long text say. So indices are no items of it. A
+    stream is asked for none.
     """
+    if isinstance(dataset, torch_dataset.IterableDataset):
+        return False
     for _ in range(DEPTH):
         kind = type(dataset)
         getter = getattr(kind, "__getitems__", None) or getattr(kind, "__getitem__", None)

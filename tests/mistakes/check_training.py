@@ -181,6 +181,18 @@ WINDOWS = """class Windows(TensorDataset):  # draws its items, whatever it is as
 """
 SWAPPING = WINDOWS.replace("        index =", "        if torch.rand(()) < 0.1: index =")
 EACH_ALL = {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"}
+REPEATED = """class Repeated(DistributedSampler):  # each item comes three times, to be augmented
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.total_size = 3 * len(dataset)
+
+    def __iter__(self):
+        numbers = torch.Generator().manual_seed(self.epoch)
+        items = torch.randperm(1024, generator=numbers).repeat_interleave(3)
+        return iter(items[self.rank :: 2][: len(self)].tolist())
+
+
+"""
 STREAM = """class Stream(torch.utils.data.IterableDataset):  # this rank's part
     def __iter__(self):
         return iter(torch.randn(50, 10) + dist.get_rank())
@@ -1373,6 +1385,25 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "with torch.no_grad():",
         "    [model.module(x) for x, y in DataLoader(Windows(inputs, inputs), 64)]",
     ),
+    "each item comes several times": {MAIN: REPEATED + MAIN, "DistributedSampler(d": "Repeated(d"},
+    "schedules that wait for their turn": {
+        **after(
+            OPT,
+            "of = torch.optim.lr_scheduler",
+            "waits = of.StepLR(optimizer, 9)",
+            "s = of.SequentialLR(optimizer, [of.LinearLR(optimizer), waits], [9])",
+        ),
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
+    "a warm-up that holds what follows": {
+        **after(
+            OPT,
+            "of = torch.optim.lr_scheduler",
+            "s = of.LambdaLR(optimizer, lambda epoch: min(1, epoch / 9))",
+            "s.follows = of.StepLR(optimizer, 9)",
+        ),
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
     "two passes of an optimizer, and the gradients of both are used": after(
         BACK,
         "old = [each.detach().clone() for each in model.parameters()]",

@@ -13,8 +13,8 @@ from .pages import SILENT
 def schedule_never_stepped(run):
     """A schedule's step() is never called.
 
-    Looks alike, and is right: parts of a SequentialLR, which wait for their turn; a schedule that
-    is stepped after each epoch, in a run of one epoch.
+    Looks alike, and is right: schedules that another one holds (SequentialLR, a warm-up), which
+    wait for their turn; a schedule that is stepped after each epoch, in a run of one epoch.
     """
     for rank in run.ranks.values():
         for schedule in schedules_that_count(rank):

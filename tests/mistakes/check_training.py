@@ -930,6 +930,18 @@ MISTAKES = {
         "async_op=True",
         False,
     ),
+    "no step of a schedule that holds others": (
+        after(
+            OPT,
+            "of = torch.optim.lr_scheduler",
+            "parts = [of.LinearLR(optimizer), of.StepLR(optimizer, 9)]",
+            "s = of.SequentialLR(optimizer, parts, [9])",
+        ),
+        "schedule_never_stepped",
+        "found: the schedule SequentialLR .* is never stepped",
+        "s = of.Seq",
+        False,
+    ),
     "figures of a stream": (
         {MAIN: STREAM + MAIN}
         | before(

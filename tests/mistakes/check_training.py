@@ -172,6 +172,33 @@ NOISY = """class Noisy(TensorDataset):  # augments by random numbers of the proc
 
 
 """
+WINDOWS = """class Windows(TensorDataset):  # draws its items, whatever it is asked for
+    def __getitem__(self, index):
+        index = torch.randint(1024, ()).item()
+        return super().__getitem__(index)
+
+
+"""
+SWAPPING = WINDOWS.replace("        index =", "        if torch.rand(()) < 0.1: index =")
+EACH_ALL = {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"}
+REPEATED = """class Repeated(DistributedSampler):  # each item comes three times, to be augmented
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.total_size = 3 * len(dataset)
+
+    def __iter__(self):
+        numbers = torch.Generator().manual_seed(self.epoch)
+        items = torch.randperm(1024, generator=numbers).repeat_interleave(3)
+        return iter(items[self.rank :: 2][: len(self)].tolist())
+
+
+"""
+STREAM = """class Stream(torch.utils.data.IterableDataset):  # this rank's part
+    def __iter__(self):
+        return iter(torch.randn(50, 10) + dist.get_rank())
+
+
+"""
 TURNING = """class Turning(TensorDataset):  # items could depend on the epoch
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -420,7 +447,14 @@ MISTAKES = {
         True,
     ),
     "the whole set": (
-        {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"},
+        EACH_ALL,
+        "whole_set_on_each_rank",
+        "found: each rank goes through all 1024",
+        LOOP,
+        False,
+    ),
+    "the whole set, and some items are others": (
+        EACH_ALL | {MAIN: SWAPPING + MAIN, "= TensorDataset(inputs, in": "= Windows(inputs, in"},
         "whole_set_on_each_rank",
         "found: each rank goes through all 1024",
         LOOP,
@@ -1030,6 +1064,42 @@ MISTAKES = {
         "async_op=True",
         False,
     ),
+    "no step of a schedule that holds others": (
+        after(
+            OPT,
+            "of = torch.optim.lr_scheduler",
+            "parts = [of.LinearLR(optimizer), of.StepLR(optimizer, 9)]",
+            "s = of.SequentialLR(optimizer, parts, [9])",
+        ),
+        "schedule_never_stepped",
+        "found: the schedule SequentialLR .* is never stepped",
+        "s = of.Seq",
+        False,
+    ),
+    "figures of a stream": (
+        {MAIN: STREAM + MAIN}
+        | before(
+            RANK_0,
+            "model.eval()",
+            "with torch.no_grad(): [model.module(x) for x in DataLoader(Stream(), 25)]",
+            "model.train()",
+        ),
+        "figures_stay_apart",
+        "question: each rank evaluates a share .*nothing puts the ranks' figures together",
+        None,
+        False,
+    ),
+    "nobody waits for several": (
+        {
+            REDUCE: "        for one in loss_sum, torch.ones(3):\n"
+            "            dist.all_reduce(one, async_op=True)\n"
+            "        dist.all_reduce(torch.ones(4))\n"
+        },
+        "nobody_waits",
+        "question: nobody waits for all_reduce at .* which has async_op=True",
+        "async_op=True",
+        False,
+    ),
     "workers keep the epoch": (
         PERSIST,
         "workers_keep_the_epoch",
@@ -1505,6 +1575,42 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "        batches = torch.utils.data.dataloader._SingleProcessDataLoaderIter(own)\n",
         LOOP: LOOP.replace("in loader", "in batches"),
     },
+    "a dataset that draws its items by itself": EACH_ALL
+    | {MAIN: WINDOWS + MAIN, "= TensorDataset(inputs, in": "= Windows(inputs, in"}
+    | before(
+        RANK_0,
+        "with torch.no_grad():",
+        "    [model.module(x) for x, y in DataLoader(Windows(inputs, inputs), 64)]",
+    ),
+    "each item comes several times": {MAIN: REPEATED + MAIN, "DistributedSampler(d": "Repeated(d"},
+    "schedules that wait for their turn": {
+        **after(
+            OPT,
+            "of = torch.optim.lr_scheduler",
+            "waits = of.StepLR(optimizer, 9)",
+            "s = of.SequentialLR(optimizer, [of.LinearLR(optimizer), waits], [9])",
+        ),
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
+    "a warm-up that holds what follows": {
+        **after(
+            OPT,
+            "of = torch.optim.lr_scheduler",
+            "s = of.LambdaLR(optimizer, lambda epoch: min(1, epoch / 9))",
+            "s.follows = of.StepLR(optimizer, 9)",
+        ),
+        REDUCE: "        s.step()\n" + REDUCE,
+    },
+    "two passes of an optimizer, and the gradients of both are used": after(
+        BACK,
+        "old = [each.detach().clone() for each in model.parameters()]",
+        "with torch.no_grad():",
+        "    for each in model.parameters(): each.add_(each.grad, alpha=0.01)",
+        "optimizer.zero_grad()",
+        "nn.functional.mse_loss(model(x), y).backward()",
+        "with torch.no_grad():",
+        "    for each, was in zip(model.parameters(), old): each.copy_(was)",
+    ),
     "items of several rows": {
         MAIN: ROWS + MAIN,
         END: "sampler=sampler, collate_fn=joined)\n",
@@ -1755,6 +1861,7 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "        dist.all_reduce(torch.ones(4), async_op=True).wait()\n"
         "        for work in works: work.wait()\n"
         "        dist.all_reduce(torch.ones(5), async_op=True)\n"
+        "        for one in torch.ones(3, 6): dist.broadcast(one, 0, async_op=True)\n"
         "        dist.barrier(async_op=True); dist.barrier(); future.wait()\n"
     },
     "an epoch that all workers share": PERSIST

@@ -353,6 +353,7 @@ STEPS = [
     ("exchanged_several_times", NOTHING, both(steps, more=INSIDE, **TWICE)),  # no_sync()
     ("exchanged_several_times", NOTHING, both(steps, exchanged=False, **TWICE)),
     ("exchanged_several_times", NOTHING, both(steps, forwards=1, backwards=2)),  # two losses
+    ("exchanged_several_times", NOTHING, both(steps, cleared_after=1, **TWICE)),  # each is used
     ("exchanged_several_times", NOTHING, both(steps, count=7, **TWICE)),
     (
         "exchanged_several_times",

@@ -261,6 +261,8 @@ def what_was_not_seen_of_data(records):
             break
     if any(each.start.is_stream for each in trained):
         yield "the shares of a stream (an IterableDataset)"
+    if any(each.start.draws_its_items for each in trained):
+        yield "the shares of a dataset that draws its items by itself"
     if any(each.progress.batches > 1 and not each.progress.batch_bits for each in trained[:9]):
         yield "what is in the batches: they begin with no tensor that may be read"
     if any(each.start.workers for each in trained):

@@ -3,6 +3,7 @@
 No dataset is asked for an item, which could draw random numbers.
 """
 
+import dis
 import os
 import sys
 import zlib
@@ -174,6 +175,45 @@ def epoch_in(dataset):
             break
         dataset = inner
     return None
+
+
+def draws_its_items(dataset):
+    """Return whether a dataset, or one in it, never reads the index that it is asked for.
+
+    It gives what it draws by itself, a window of a long text say. So indices are no items of it. A
+    stream is asked for none.
+    """
+    if isinstance(dataset, torch_dataset.IterableDataset):
+        return False
+    for _ in range(DEPTH):
+        kind = type(dataset)
+        getter = getattr(kind, "__getitems__", None) or getattr(kind, "__getitem__", None)
+        code = getattr(getter, "__code__", None)
+        if code is not None and code.co_argcount > 1 and not _reads(code, code.co_varnames[1]):
+            return True
+        inner = getattr(dataset, "dataset", None)
+        if inner is None or inner is dataset:
+            break
+        dataset = inner
+    return False
+
+
+def _reads(code, name):
+    """Return whether a function's code reads an argument before it gives it another value."""
+    if name in code.co_cellvars:  # a function within it may read it
+        return True
+    may_be_skipped = False
+    for instruction in dis.get_instructions(code):
+        operation, names = instruction.opname, instruction.argval
+        may_be_skipped = may_be_skipped or "JUMP" in operation
+        names = names if isinstance(names, tuple) else (names,)  # an instruction may have two
+        if name not in names or "FAST" not in operation:
+            continue
+        if operation.startswith("LOAD") or names[0] != name:
+            return True
+        if operation.startswith("STORE") and not may_be_skipped:
+            return False
+    return False
 
 
 @after(torch_dataset.Subset, "__init__")

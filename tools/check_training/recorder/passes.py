@@ -15,7 +15,7 @@ from torch.utils.data import dataloader
 from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
 from . import generators, model, optimizer, schedules
 from .counters import counters
-from .datasets import chosen_in, data_in, epoch_in, size_of
+from .datasets import chosen_in, data_in, draws_its_items, epoch_in, size_of
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, after, around, safely
 from .notebook import count, note, now, site, stand
@@ -57,6 +57,7 @@ class KnownPass:
     no_grad_forwards: int = 0
     over: bool = False
     workers_epoch: int | None = None  # as in Pass
+    draws_its_items: bool = False  # as in Pass
     labels: list[int | None] = field(default_factory=list)
 
     @property
@@ -156,15 +157,20 @@ def begin_pass(result, args, kwargs):
             no_grad_forwards_before=counters.no_grad_forwards,
             modes_before=model.modes(optimizer.steps()),
             workers_epoch=_workers_epoch(loader, known),
+            draws_its_items=draws_its_items(loader.dataset),
         )
         state.of_iterators[iterator] = state.recent[key] = known
         _note_pass(iterator, loader, key, known)
-    iterator._sampler_iter = DrawnIndices(iterator._sampler_iter, known)
+    if not known.draws_its_items:
+        iterator._sampler_iter = DrawnIndices(iterator._sampler_iter, known)
 
 
 def _note_pass(iterator, loader, key, known):
-    """Note how a pass begins: its loader, sampler and dataset."""
-    samplers = _samplers(loader)
+    """Note how a pass begins: its loader, sampler and dataset.
+
+    A sampler says nothing of what comes, if the dataset draws its items by itself.
+    """
+    samplers = [None] if known.draws_its_items else _samplers(loader)
     sampler = next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
     # Of the first two passes alone: it takes time, and a dataset stays what it is.
     contents, listed = data_in(loader.dataset) if known.pass_of_loader < 2 else ({}, {})
@@ -176,7 +182,7 @@ def _note_pass(iterator, loader, key, known):
         line=where(),
         sampler=type(sampler).__name__,
         sampler_object=id(sampler),
-        length=size_of(loader.dataset),
+        length=None if known.draws_its_items else size_of(loader.dataset),
         share=size_of(sampler),
         total_size=_number(sampler, "total_size"),
         batches=known.promised,
@@ -193,6 +199,7 @@ def _note_pass(iterator, loader, key, known):
         chosen=chosen_in(loader.dataset) if known.pass_of_loader < 2 else [],
         dataset_epoch=epoch_in(loader.dataset),
         workers_epoch=known.workers_epoch,
+        draws_its_items=known.draws_its_items,
     )
 
 

@@ -229,7 +229,7 @@ def collective(name, args, kwargs):
     failed = result is RAISED
     span("collective", begin, now())
     stand_no_more(name, fields["line"], failed)
-    works.note_forgotten(next_call=name)
+    works.note_forgotten(name, fields["is_async"])
     if first is not None and first.device.type == "cpu":
         works.follow(result, name, fields["line"])
     if given is not None and not failed:

@@ -48,6 +48,8 @@ state = kept(Schedules())
 
 
 @after(lr_scheduler.LRScheduler, "__init__")
+@after(lr_scheduler.SequentialLR, "__init__")  # this and the next one do not call that above
+@after(lr_scheduler.ChainedScheduler, "__init__")
 def made_schedule(result, args, kwargs):
     """Remember a schedule."""
     state.schedules[args[0]] = where()
@@ -108,7 +110,7 @@ def note_all():
             calls=getattr(schedule, "_step_count", None),
             last=getattr(schedule, "last_epoch", 0),
             total=lengths[0] if lengths else None,
-            parts=[id(part) for part in getattr(schedule, "_schedulers", ())],
+            parts=_parts(schedule),
         )
     if looked_at(count("copies noted")):
         for module in list(state.copies)[:MOST_COPIES]:
@@ -124,6 +126,14 @@ def note_all():
             calls=known.calls,
             updates=int(updates) if torch.is_tensor(updates) and readable(updates) else None,
         )
+
+
+def _parts(schedule):
+    """Return the ids of the schedules that a schedule holds, as one that follows a warm-up does."""
+    held = []
+    for value in vars(schedule).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    return [id(each) for each in held if isinstance(each, lr_scheduler.LRScheduler)]
 
 
 @after(lr_scheduler.ReduceLROnPlateau, "step")

@@ -27,6 +27,7 @@ QUESTIONS = [
     "get_future_result",
 ]
 MOST = 100  # that are noted
+WAITING = 50  # at most so many are gone, and wait for a call without async_op to be noted
 
 
 @dataclass(slots=True)
@@ -77,8 +78,14 @@ for _name in QUESTIONS:
     before(c10d.Work, _name)(asked)
 
 
-def note_forgotten(next_call=""):
-    """Note the Work objects that are gone. next_call: as in Forgotten."""
+def note_forgotten(next_call="", is_async=False):
+    """Note the Work objects that are gone.
+
+    next_call: as in Forgotten. is_async: nobody waits for it, either. A barrier that ends a row of
+    such calls waits for all of them.
+    """
+    if is_async and len(state.forgotten) < WAITING:
+        return
     forgotten, state.forgotten = state.forgotten, []
     for call in forgotten:
         state.noted += 1

@@ -63,6 +63,9 @@ class Pass(Record):
     dataset_epoch: int | None = None  # the dataset's attribute `epoch`; None: it has none
     # The same when its workers began, with a copy of the dataset; None: no workers, or as above.
     workers_epoch: int | None = None
+    # The dataset never reads the index that it is asked for: it draws its items by itself. Then
+    # neither its length nor the sampler says anything, and no indices are noted.
+    draws_its_items: bool = False
 
 
 @dataclass(slots=True)

@@ -120,12 +120,12 @@ class Call(Record):
 class Forgotten(Record):
     """What a call with async_op=True has returned is gone, and nobody has called its wait().
 
-    Of calls with a tensor on a CPU; noted after the next call of any group.
+    Of calls with a tensor on a CPU; noted after the next call of any group without async_op.
     """
 
     name: str  # of the call, "all_reduce"
     line: str
-    next_call: str  # name of the next one; "": there was none
+    next_call: str  # name of the next one without async_op; "": there was none
 
 
 @dataclass(slots=True)

@@ -111,8 +111,9 @@ def other_sets(run):
 def shares_overlap(run):
     """The shares of one set overlap: the ranks' samplers shuffle by other seeds.
 
-    Looks alike, and is right: the few items by which a sampler pads, draws with replacement. It is
-    a question for any other sampler than a DistributedSampler: each rank may draw by itself.
+    Looks alike, and is right: the few items by which a sampler pads, draws with replacement, and a
+    sampler that gives each item several times, to be augmented. It is a question for any other
+    sampler than a DistributedSampler: each rank may draw by itself.
     """
     for loader in loaders_shared_out(run):
         firsts = loader.firsts
@@ -125,6 +126,8 @@ def shares_overlap(run):
         sketches = [set(each.progress.sketch) for each in firsts]
         common, own = len(set.intersection(*sketches)), len(sketches[0])
         kind, padding = Found, run.world_size
+        if repeats_items(firsts[0].start):
+            continue
         if firsts[0].start.replicas is None:
             kind, padding = Question, run.world_size * firsts[0].progress.first_items
             if any(draws_again(each) for each in firsts):
@@ -142,6 +145,13 @@ def shares_overlap(run):
 def draws_again(one):
     """Return whether a LoaderPass has drawn an item twice: it draws with replacement."""
     return len(set(one.progress.sketch)) < len(one.progress.sketch)
+
+
+def repeats_items(start):
+    """Return whether a sampler has more items for all ranks than the set, and than it pads."""
+    if start.total_size is None or start.length is None:
+        return False
+    return start.total_size >= start.length + (start.replicas or 1)
 
 
 def sampler_in_words(one):

@@ -206,7 +206,8 @@ def figures_stay_apart(run):
     """Each rank evaluates a share, and no rank gets anything of the others' figures.
 
     Looks alike, and is right: ranks that split the model, a run that was cut, the whole set in an
-    order of its own, figures that are put together some steps later, or in files.
+    order of its own, items that the dataset draws, figures that are put together some steps later,
+    or in files.
     """
     if run.may_split_the_model or run.cut:
         return
@@ -215,6 +216,8 @@ def figures_stay_apart(run):
         if not differ(each.progress.batch_bits for each in firsts):
             continue
         if all(each.items is not None and each.items == each.start.length for each in firsts):
+            continue
+        if any(each.start.draws_its_items for each in firsts):
             continue
         exchanges = [Exchanges(run.ranks[rank], of) for rank, of in loader.passes.items()]
         if any(each.puts_figures_together for each in exchanges) or in_files(run, loader):

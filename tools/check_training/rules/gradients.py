@@ -205,14 +205,16 @@ def layers_of_no_model(run):
 def exchanged_several_times(run):
     """Accumulated gradients are exchanged in each backward(), and the last time would do.
 
-    Looks alike, and is right: GANs and other models with several optimizers, no_sync().
+    Looks alike, and is right: GANs and other models with several optimizers, no_sync(), gradients
+    that were used and cleared before the next backward(), as by an optimizer of two passes.
     """
     if not run.wrapped:
         return
     for own in steps_of_each_rank(run):
         if len(own.rank.steps) > 1 or leaves_out_exchanges(own.rank):
             continue
-        exchanged = [step for step in own.steps if step.exchanged and step.backwards > 1]
+        accumulate = [step for step in own.steps if step.backwards > 1 and not step.cleared_after]
+        exchanged = [step for step in accumulate if step.exchanged]
         several = [step.backwards for step in exchanged if step.forwards == step.backwards]
         if most(len(several), len(own.steps)) and not differ(several):
             yield Question(

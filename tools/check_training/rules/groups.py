@@ -286,8 +286,8 @@ def nobody_waits(run):
     """Calls with async_op=True, for which nobody waits: what they return is gone unasked.
 
     It is a question: the tensor may be used much later. Looks alike, and is right: wait() by a list
-    or a future, a barrier as the next call, a call without a tensor. Tensors on GPUs are not looked
-    at: a later call may wait for an earlier one there.
+    or a future, a barrier after one or several of them, a call without a tensor. Tensors on GPUs
+    are not looked at: a later call may wait for an earlier one there.
     """
     counts = collections.Counter()
     for rank, forgotten in run.records_by_rank(Forgotten).items():

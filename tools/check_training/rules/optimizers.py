@@ -13,8 +13,8 @@ from .pages import SILENT
 def schedule_never_stepped(run):
     """A schedule's step() is never called.
 
-    Looks alike, and is right: parts of a SequentialLR, which wait for their turn; a schedule that
-    is stepped after each epoch, in a run of one epoch.
+    Looks alike, and is right: schedules that another one holds (SequentialLR, a warm-up), which
+    wait for their turn; a schedule that is stepped after each epoch, in a run of one epoch.
     """
     for rank in run.ranks.values():
         for schedule in schedules_that_count(rank):
@@ -102,7 +102,12 @@ def schedule_of_one_process(run):
 
 def is_never_stepped(rank, schedule):
     """Return whether a Schedule of a rank should have been stepped by the end of the run."""
-    if schedule.calls != 1:  # one is its own start's
+    if schedule.calls is None:  # it does not count: those that it holds do, in their turn
+        latest = {each.schedule: each for each in rank.records(Schedule)}
+        calls = [latest[part].calls for part in schedule.parts if part in latest]
+        if schedule.last or not calls or any(each != 1 for each in calls):
+            return False
+    elif schedule.calls != 1:  # one is its own start's
         return False
     passes = sum(map(len, rank.training_passes().values()))
     return schedule.steps > 1000 or (schedule.steps > 20 and passes > 1)

@@ -48,12 +48,13 @@ class Trainer:
             self.loss(next(batches)).backward()
             self.optimizer.step()
             self.averaged.update_parameters(self.model)
+            due = self.step % EVERY == 0 or self.step == STEPS
             # A kill before the save runs the callbacks again, with the same result.
-            if self.step % EVERY == 0:
+            if due:
                 for callback in self.callbacks:
                     callback(self)
             leaving = asked_to_leave()
-            if leaving or self.step % EVERY == 0:
+            if leaving or due:
                 self.snapshot.save(step=self.step, **self.state)
         return self.step == STEPS
 

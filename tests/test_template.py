@@ -1010,6 +1010,18 @@ def test_an_epoch_goes_on_after_any_number_of_steps():
     assert len({*itertools.chain(*rest[0])}) == 20
 
 
+def test_an_item_that_is_drawn_again_is_augmented_anew(survive):
+    """As its page says: by its place, which a restart does not change."""
+    names = {"torch": torch, "survive": survive, "BATCH": 2, "points": torch.zeros(9)}
+    names["augment"] = lambda x: x + torch.rand(())
+    exec(shown.block("items that draw"), names)  # noqa: S102
+    batches, dataset = [[5, 7], [7, 5], [5, 7]], names["Drawing"]()
+    whole, rest = [[*names["with_places"](batches[done:], done)] for done in (0, 1)]
+    drawn = [float(dataset[item]) for batch in whole for item in batch]
+    assert whole[1:] == rest and len({*drawn}) == 6
+    assert [float(dataset[item]) for batch in rest for item in batch] == drawn[2:]
+
+
 def test_rows_of_all_ranks_stand_in_the_order_of_the_batch():
     """As its page says: with a row of zeros where a share is shorter."""
     page = (ROOT / "template/example/README.md").read_text()

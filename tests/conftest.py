@@ -79,7 +79,8 @@ def machine_with_gpus():
 
 def pytest_collection_modifyitems(config, items):
     order = {"test_slurm.py": -1, "test_lab.py": -1}  # what waits most, begins
-    items.sort(key=lambda item: -2 * ("own disks" in item.name) or order.get(item.path.name, 0))
+    first = re.compile("own disks|one_gpu")
+    items.sort(key=lambda item: -2 * bool(first.search(item.name)) or order.get(item.path.name, 0))
     if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
         for item in items:
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU here"))

@@ -320,8 +320,9 @@ def test_the_command_of_the_page(request):
     assert f"\n{rounds} of {rounds} rounds ended equal, " in result.output, result.output
     if rounds == 3:
         assert any(re.match(r" {11}\[rank 0/2\] resumed from ", line) for line in lines)
-        page = shown.LAUNCH.read_text()
+        page = (ROOT / "tools/README.md").read_text()
         (old,) = (text for name, text in shown.BLOCK.findall(page) if name == path.name)
-        shown.LAUNCH.write_text(page.replace(old, "\n".join([*lines, ""])))  # however many lines
+        page = page.replace(old, "\n".join([*lines, ""]))  # however many lines
+        (ROOT / "tools/README.md").write_text(page)
         shown.write(path, command, lines)
     assert shown.masked(before[:2]) == shown.masked(lines[:2])

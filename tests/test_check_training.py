@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import xml.etree.ElementTree
 
@@ -23,6 +24,7 @@ from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
 from check_training import clocks, findings, gaps, lines, links, reading, report, rules, times
+from check_training.recorder import links as recorder_links
 from check_training.records.process import Joined
 from check_training.records.times import Gap, GpuPart, GpuTimes, Span, StepTimes
 from mistakes.records import CASES, LINKS, a_pass, run_of, run_of_machines
@@ -172,6 +174,17 @@ def test_what_is_said_of_gpus(exchange, rest, pattern):
 @pytest.mark.parametrize(("what", "sent", "slow"), LINKS)
 def test_a_slow_link_is_one_of_a_machine(what, sent, slow):
     assert links.slow_machine(links.speeds_of(run_of_machines(sent))) == (slow and f"node{slow}")
+
+
+def test_connections_are_only_looked_at(monkeypatch):
+    noted = []
+    monkeypatch.setattr(recorder_links, "note", lambda _, links: noted.extend(links))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname(), 9, ("127.0.0.2", 0))
+        ours.sendall(bytes(9000))
+        recorder_links.note_links()
+        assert len(server.accept()[0].recv(9000, socket.MSG_WAITALL)) == 9000
+    assert {each.sent for each in noted if each.local == "127.0.0.2"} & {9000, 9001}
 
 
 @pytest.mark.parametrize("backwards", [0, 4])

@@ -77,9 +77,7 @@ class Machine:
     cut: bool = False  # whether its link is down
     was_cut: bool = False  # whether its link was down since the command was started
     leaves: bool = False  # whether an event has ended its command
-    back: float | None = (
-        None  # when it comes back, or its link is mended; None: that is not planned
-    )
+    back: float | None = None  # when it comes back, or its link is mended; None: not planned
     wait_for_others: float = 0.0  # it comes back so many seconds after the others have gone on
     ranks_until: float = 0.0  # the moment at which a rank was last seen there
     tracebacks: set[str] = field(default_factory=set)  # who prints one there, as in Run

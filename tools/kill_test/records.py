@@ -4,6 +4,7 @@ A moment is a number of seconds since the start of the run, if nothing else is s
 counts the lines that the run has printed, over all starts of the command, from 1.
 """
 
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -232,3 +233,10 @@ class KillTest:
         with foreign_command.later():  # noted before a signal can end this
             self.folders.append(tempfile.mkdtemp(prefix=prefix, dir=place))
         return self.folders[-1]
+
+    def keep_or_remove(self, played):
+        """Remove the folder of a Round, unless it has failed, or all are kept."""
+        if not (played.verdict.failure or self.options.keep):
+            shutil.rmtree(played.run.folder)
+        elif self.base in self.folders:
+            self.folders.remove(self.base)  # it stays, also after Ctrl-C

@@ -93,10 +93,7 @@ def play_rounds(test, base):
         played = play_round(test, number, f"{base}/round{number}", base)
         rounds.append(played)
         say("\n".join(describe_machines(played, test.reference)))
-        if not (played.verdict.failure or test.options.keep):
-            shutil.rmtree(played.run.folder)
-        elif base in test.folders:
-            test.folders.remove(base)  # it stays, also after Ctrl-C
+        test.keep_or_remove(played)
     return rounds
 
 

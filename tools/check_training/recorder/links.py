@@ -14,6 +14,7 @@ from ..records.process import Link, Links
 from .notebook import note
 
 MOST = 2000  # open files that are looked at
+FAMILIES = socket.AF_INET, socket.AF_INET6
 # Places in the kernel's struct tcp_info, which only grows at its end (linux/tcp.h).
 BYTES_ACKED, BUSY_TIME, RWND_LIMITED, SIZE = 120, 168, 176, 184
 EACH = 5000  # steps; before that, after 16, 32, 64 and so on
@@ -31,8 +32,10 @@ def note_links():
     """Note how much went from each address of this machine to each other one, and how fast."""
     if not sys.platform.startswith("linux") or socket.getdefaulttimeout() is not None:
         return  # a timeout would be set on a connection that is only looked at
-    sums = {}
-    for name in sorted(os.listdir("/proc/self/fd"))[:MOST]:
+    sums, names = {}, []
+    with contextlib.suppress(OSError):  # there is no /proc
+        names = sorted(os.listdir("/proc/self/fd"))[:MOST]
+    for name in names:
         with contextlib.suppress(OSError, ValueError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
@@ -48,7 +51,7 @@ def note_links():
 def _link_of(descriptor):
     """Return the Link of an open file, or None: it is no connection to another address."""
     with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
+        if connection.type != socket.SOCK_STREAM or connection.family not in FAMILIES:
             return None
         local, peer = _plain(connection.getsockname()[0]), _plain(connection.getpeername()[0])
         if local == peer:

@@ -37,7 +37,7 @@ middle of a longer save. Hence the barrier.
 
 Each line is a job of two ranks. SIGTERM comes in an epoch of 1000 steps: in the first four jobs to
 torchrun, in the last two to rank 1 alone, and there the last save takes 40 s. In place of
-torchrun's 30 s, the first four have 10 (torch 2.11 knows 30 alone). Choose ASK_EVERY so that so
+torchrun's 30 s, the second has 10 (torch 2.11 knows 30 alone). Choose ASK_EVERY so that so
 many steps, or your evaluation, and a save fit into the 30 s. Since torch 2.12, torchrun
 --shutdown-timeout=120 (TORCH_ELASTIC_SHUTDOWN_TIMEOUT) grants more (but when a machine joins the
 job, or a rank has failed, it is always 30 s). Whoever sends SIGTERM to torchrun has a time of his
@@ -67,7 +67,7 @@ from torch.utils.data import DataLoader
 
 STEPS, SAVE_EVERY, SIGNAL_AFTER = 1000, 40, 60
 ASK_EVERY = 1  # steps here are slow. For 100 steps a second: 100
-GRACE = 10  # seconds, in place of torchrun's 30; torch 2.11 keeps to these
+GRACE = {"asks after each epoch": 10}  # seconds, not torchrun's 30; torch 2.11 keeps to these
 LONG_SAVE = 40  # seconds: more than the 30 that torchrun leaves the others when a rank has left
 WAYS = [
     "no handler",
@@ -205,7 +205,7 @@ def run_job(way, path):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)},
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE.get(way, 30))},
     )
     (sign, end), output, done, asked_at, seconds = SIGNS.get(way, ("", "")), "", 0, 0, 0
     asked = 1 if way in TO_ONE_RANK else 0  # the rank whose step it is

@@ -84,8 +84,8 @@ def test_the_first_machine_goes(tmp_path):
     result = run("sh", "-euc", command, cwd=ROOT, env=env, timeout=1800)
     if "no machines here: " in result.output:
         pytest.skip(result.output)
-    assert result.status == 0 and "; the first machine lost 1\n" in result.output, result.output
-    assert " all were started anew " in result.output, result.output
+    assert result.status == 0 or "but proves nothing" in result.output, result.output
+    assert re.search(r"(?s) all were started anew .*; the first machine lost 1\n", result.output)
     kept = pathlib.Path(re.search("kept: (.+)", result.output)[1], "round1/output.txt").read_text()
     if re.search("node1 (got SIGTERM|was killed)", result.output):
         assert any(text in kept for text in LOST), kept

@@ -90,7 +90,7 @@ class Player:
             if not status:
                 break
             for kill in run.kills:
-                kill.restarted = True
+                kill.note_restart(run.lines)
             if run.starts == self.starts and not run.failure:
                 run.failure = f"status {status} at the last of {self.starts} starts"
         shutil.rmtree(tmp, ignore_errors=True)

@@ -110,11 +110,17 @@ class Kill:
     before_a_save: bool  # nothing had been saved from which the script could go on
     others_until: float = 0.0  # the last moment at which one of these was seen
     restarted: bool = False  # whether ranks, or the command, have been started since
+    lines_at_restart: int = 0  # how many lines the run had printed when that was first seen
     # What the judge finds:
     place: float | None = None  # the step of the undisturbed run to which it had come; None: none
     resumed: str = ""  # the line with which the script went on; "" if there was none
     went_on: bool = False  # whether the script was seen to go on after this kill
     again: float = 0  # how many steps were done again
+
+    def note_restart(self, lines):
+        """Note that ranks, or the command, were started again; lines: so many were printed."""
+        if not self.restarted:
+            self.restarted, self.lines_at_restart = True, lines
 
 
 # ---- What is played ----

@@ -33,8 +33,9 @@ def question(run):
     """Return a question about ranks that stand still since they were started again, or ""."""
     if not is_suspect(run):
         return ""
-    killed_at = run.kills[-1].lines
-    steps_since = [each for each in [*run.printed, *run.resumed] if each.line > killed_at]
+    # A rank that lived on may have printed a step between the kill and the restart.
+    restarted_at = run.kills[-1].lines_at_restart
+    steps_since = [each for each in [*run.printed, *run.resumed] if each.line > restarted_at]
     if steps_since:
         return ""
     return (

@@ -32,7 +32,7 @@ def watch(run, options, processes, roles, errors):
         run.shares_store = stale.shares_store(pid)
     for kill in run.kills:
         if new_ranks:
-            kill.restarted = True
+            kill.note_restart(run.lines)
         if kill.others & processes.keys():
             kill.others_until = run.seconds
         for pid in kill.heirs.keys() & processes.keys():

@@ -79,7 +79,7 @@ def machine_with_gpus():
 
 def pytest_collection_modifyitems(config, items):
     order = {"test_slurm.py": -1, "test_lab.py": -1}  # what waits most, begins
-    first = re.compile("own disks|one_gpu")
+    first = re.compile("come_and_go|one_gpu")
     items.sort(key=lambda item: -2 * bool(first.search(item.name)) or order.get(item.path.name, 0))
     if config.option.markexpr == "gpu" and not machine_with_gpus()["gpus"]:
         for item in items:

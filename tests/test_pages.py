@@ -3,6 +3,7 @@
 import mmap
 import os
 import pathlib
+import random
 import re
 import shutil
 import tempfile
@@ -239,14 +240,14 @@ def test_the_page_shows_what_one_gpu_has_shown():
 
 @pytest.mark.long
 def test_all_that_one_gpu_can_show_starts_without_one(tmp_path):
-    """On a CPU, each check runs to its end, or says that it needs a GPU."""
-    command = (PYTHON, ROOT / "tests/one_gpu", tmp_path)
-    result = run(*command, "--pretend", "--seconds", 1500, cwd=tmp_path, timeout=1600).ok()
+    """On a CPU, a check runs to its end, or says that it needs a GPU. A third of them is drawn."""
+    command, drawn = (PYTHON, ROOT / "tests/one_gpu", tmp_path), random.sample([*CHECKS], 8)
+    words = "--pretend", "--seconds", 1500, "--only", *drawn
+    result = run(*command, *words, cwd=tmp_path, timeout=1600).ok()
     checks = load(tmp_path / "one_gpu.json").checks
-    assert set(checks) == set(CHECKS)
-    ran = [name for name, entry in checks.items() if entry.result == "ok"]
-    assert len(ran) > 12 and all(
-        re.match("ok$|skipped: (needs|there is)", entry.result) for entry in checks.values()
-    ), result.output
+    assert set(checks) == set(drawn)
+    results = [entry.result for entry in checks.values()]
+    fine = [re.match("ok$|skipped: (needs|there is)", each) for each in results]
+    assert "ok" in results and all(fine), result.output
     result = run(*command, "--write", cwd=tmp_path)
     assert result.status == 1 and "comes from a pretended GPU" in result.output

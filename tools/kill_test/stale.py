@@ -11,8 +11,11 @@ CURE = (
     "give torchrun --rdzv-backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its"
     " environment, or see pitfalls/stale_addresses.py"
 )
-# What Gloo says while the ranks connect. ("Connection closed" is said later, of a killed rank.)
-NOT_CONNECTED = re.compile(r"connectFullMesh|Connect timeout")
+# What Gloo says while the ranks connect ("Connection closed" is said later, of a killed rank); and
+# what torchrun says of keys in its own store.
+NOT_CONNECTED = re.compile(
+    r"connectFullMesh|Connect timeout|wait timeout after \d+ms, keys: /torch\.rendezvous"
+)
 
 
 def shares_store(pid):

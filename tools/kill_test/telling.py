@@ -100,13 +100,15 @@ def describe_end(end):
 def summary_of_machines(options, rounds):
     """Yield the lines about all rounds: what they prove, and what not."""
     events = Counter(event.kind for played in rounds for event in played.run.kills)
-    good = [played for played in rounds if not played.verdict.failure]
+    idle = [played for played in rounds if not (played.verdict.failure or played.verdict.proves)]
+    good = [played for played in rounds if not played.verdict.failure and played.verdict.proves]
     on = [played for played in good if played.verdict.went_on]
     bits = [played for played in good if played.verdict.equality.startswith("equal (")]
     counts = ", ".join(f"{WORDS[kind]} {events[kind]}" for kind in WORDS if events[kind])
+    nothing = f"; {len(idle)} proved nothing" if idle else ""
     yield (
         f"{len(good)} of {len(rounds)} rounds were survived, {len(on)} of these went on,"
-        f" {len(bits)} ended with equal bits; {counts}"
+        f" {len(bits)} ended with equal bits{nothing}; {counts}"
     )
     unproven = [WORDS[kind] for kind in options.victims if not events[kind]]
     if not any(event.before_a_save for played in rounds for event in played.run.kills):

@@ -70,8 +70,7 @@ def train(device, args):
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
 
     # Part 4: build the model, and wrap it. DDP copies rank 0's weights to all. backward() now
-    # averages all processes' gradients, bucket by bucket. So all ranks take the same step, and the
-    # replicas stay equal.
+    # averages all processes' gradients, bucket by bucket. So the replicas stay equal.
     torch.manual_seed(SEED)
     model = Net().to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # your optimizer
@@ -92,7 +91,7 @@ def train(device, args):
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
     # The proofs, which all ranks call.
-    compare_gradients(model, loader, device)  # delete it if eval() skips layers
+    compare_gradients(model, loader, device)  # delete it if some layers run in training only
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
 
@@ -132,7 +131,7 @@ def evaluate(model, test_set, device):
 
 
 def compare_gradients(model, loader, device):
-    """Compare DDP's gradient with the whole batch's, relative to its largest number."""
+    """Print how far a rank's own gradient, and DDP's, are from the whole batch's."""
 
     def gradient(net, images, labels):
         net.zero_grad()
@@ -224,13 +223,13 @@ def join(local_rank, **meeting):
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
         device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # Let Gloo listen on the loopback (interface 1 of Linux): no other machine can reach it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    # Import torch.distributed.nn earlier: DDP would import it later, and keep connections open.
+    # torch.distributed.nn is imported above: if DDP imported it, connections would stay open.
     dist.init_process_group(backend, **meeting)
     return device
 

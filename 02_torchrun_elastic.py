@@ -9,7 +9,6 @@ snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
         02_torchrun_elastic.py 6 1 --crash-epoch 3
 
-    [rank 0/2] epoch  2/6 | loss 0.2023 | accuracy 0.9570 |  16648 images/s | saved in snapshot.pt
     [rank 1/2] crash on purpose, before this epoch is saved
     [rank 0/2] attempt 1: resumed from snapshot.pt at epoch 3
     ...
@@ -49,7 +48,7 @@ SEED = 0
 def main():
     args = parse_args()
     # Part 1: start. New in 02: torchrun starts this file N times, and tells each process by
-    # environment variables who it is. LOCAL_RANK, its number on this machine, is its GPU's, too.
+    # environment variables who it is. LOCAL_RANK, its number on this machine, also chooses its GPU.
     # Part 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
     # After a restart, it still holds the addresses of the dead. So, new in 02: get it here, as
     # init_process_group would, and put the attempt before each key (pitfalls/stale_addresses.py).
@@ -90,11 +89,11 @@ def train(device, args):
         loss, speed = train_epoch(model, loader, optimizer, device)
         if epoch == args.crash_epoch and attempt == 0 and rank == world_size - 1:
             log("crash on purpose, before this epoch is saved", every_rank=True)
-            os.kill(os.getpid(), signal.SIGKILL)  # the others fail, or wait for their end
+            os.kill(os.getpid(), signal.SIGKILL)  # others fail, or wait until torchrun ends them
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # all that changes (a schedule, too), as tensors and numbers
+        if due and rank == 0:  # save all that changes (a schedule, too): tensors, numbers
             save(
                 {
                     "model": model.module.state_dict(),
@@ -173,7 +172,8 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Without this, a resumed run would add in another order. (Not on two ranks: a + b = b + a.)
+    # A number's place in its bucket decides in which order the ranks' numbers are added up. So
+    # a resumed run would end with other bits. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -253,13 +253,13 @@ def join(local_rank, **meeting):
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
         device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # Let Gloo listen on the loopback (interface 1 of Linux): no other machine can reach it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
-    # Import torch.distributed.nn earlier: DDP would import it later, and keep connections open.
+    # torch.distributed.nn is imported above: if DDP imported it, connections would stay open.
     dist.init_process_group(backend, **meeting)
     return device
 
@@ -287,7 +287,7 @@ def parse_args():
     parser.add_argument("--crash-epoch", type=int, help="kill the last rank there, on attempt 0")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    # Without torchrun, both variables are missing. On several machines, they differ.
+    # Without torchrun, both are missing: None is not "0". On several machines, they differ.
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."

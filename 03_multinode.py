@@ -216,7 +216,8 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Without this, a resumed run would add in another order. (Not on two ranks: a + b = b + a.)
+    # A number's place in its bucket decides in which order the ranks' numbers are added up. So
+    # a resumed run would end with other bits. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -296,12 +297,12 @@ def join(local_rank, **meeting):
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(local_rank)  # else every process takes some of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
         device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
     # New in 03: Gloo listens for other machines, too. So its interface is not set here.
-    # Import torch.distributed.nn earlier: DDP would import it later, and keep connections open.
+    # torch.distributed.nn is imported above: if DDP imported it, connections would stay open.
     dist.init_process_group(backend, **meeting)
     return device
 

@@ -13,7 +13,7 @@ from .options import LIMIT
 from .records import Round
 from .reference import read_reference
 from .staging import play_on_machines
-from .telling import about_machines, describe_machines, summary_of_machines
+from .telling import about_machines, about_spares, describe_machines, summary_of_machines
 from .verdicts import MachinesVerdict, judge_machines
 from .words import about_reference, say, stop, with_bar
 
@@ -31,7 +31,12 @@ def run_on_machines(test, base):
         for text in about_machines(test):
             say(text)
         say(f"undisturbed: {test.reference.run.seconds:.1f} s, {test.reference.result}")
-        for text in [*about_reference(test), *about_disks(test.reference.run)]:
+        undisturbed = test.reference.run
+        for text in [
+            *about_reference(test),
+            *about_spares(undisturbed),
+            *about_disks(undisturbed),
+        ]:
             say(f"note: {text}")
         rounds = play_rounds(test, base)
     say("\n".join(summary_of_machines(test.options, rounds)))

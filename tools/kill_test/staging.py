@@ -225,7 +225,9 @@ class Stage:
             )
         error = self.take_away(machine)
         by_itself = not machine.leaves
-        if not self.disturbed and machine.status:
+        # torchrun on a spare machine waits until a place is free, and fails once all others end.
+        was_spare = not machine.attempts and self.done is not None
+        if not self.disturbed and machine.status and not was_spare:
             run.failure = f"status {machine.status} on {machine.name}"
         elif machine is first and machine.status == 0 and by_itself:
             self.done = run.seconds

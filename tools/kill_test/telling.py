@@ -31,6 +31,13 @@ def about_machines(test):
         yield f"{where}: {clip(command, 300)}"
 
 
+def about_spares(run):
+    """Yield which machines had no ranks in a MachinesRun."""
+    for machine in run.machines:
+        if not machine.attempts:
+            yield f"{machine.name} had no ranks: it is a spare, as --nnodes allows no more machines"
+
+
 def as_typed(words):
     """Return a command in one line, with short paths."""
     here = f"{os.getcwd()}/"

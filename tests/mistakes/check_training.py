@@ -1050,6 +1050,19 @@ MISTAKES = {
         None,
         False,
     ),
+    "workers whose start takes long": (
+        {
+            EPOCHS: "    import multiprocessing.process as mp, time\n"
+            "    begin = mp.BaseProcess.start\n"
+            "    mp.BaseProcess.start = lambda worker: time.sleep(0.4) or begin(worker)\n" + EPOCHS,
+            SET_EPOCH: SET_EPOCH
+            + "        loader = DataLoader(dataset, 32, sampler=sampler, num_workers=1)\n",
+        },
+        "times",
+        r"question: all ranks wait for their loaders: \d\.\d s in each of 4 pauses .* of the run",
+        None,
+        False,
+    ),
     "a running total": (
         {SUM_0: "", EPOCHS: SUM_0[4:] + EPOCHS},
         "total_summed_again",
@@ -1110,7 +1123,7 @@ MISTAKES = {
     "sorted by label": (
         SORTED,
         "batches_of_one_label",
-        "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
+        "question: nothing is shuffled .* in 16 of 16 batches, all .* same whole number",
         "in loader:",
         False,
     ),
@@ -1121,7 +1134,7 @@ MISTAKES = {
             LOOP: LOOP.replace("x, y", "x, y, _, _"),
         },
         "batches_of_one_label",
-        "question: nothing is shuffled .* in 16 of the first 16 batches, all .* same whole number",
+        "question: nothing is shuffled .* in 16 of 16 batches, all .* same whole number",
         "in loader:",
         False,
     ),

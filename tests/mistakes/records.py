@@ -753,7 +753,7 @@ def epochs(of_dataset, of_workers, bits=lambda number: [number, number + 1, numb
 
 def labelled(labels, sampler="SequentialSampler", **progress):
     """Return a_pass() of two ranks in order, of batches with these labels."""
-    came = {"labels": labels, "rising": True, **progress}
+    came = {"labels": labels, "rising": True, "sizes_as_labels": 0, **progress}
     return both(a_pass, start={"sampler": sampler}, progress=came)
 
 
@@ -783,6 +783,8 @@ SETS += [
     ("batches_of_one_label", NOTHING, labelled(SORTED, sampler="ByLength")),
     ("batches_of_one_label", NOTHING, labelled(SORTED, rising=False)),
     ("batches_of_one_label", NOTHING, labelled(SORTED, first_items=2)),
+    ("batches_of_one_label", NOTHING, labelled(SORTED, sizes_as_labels=7)),  # sorted by length
+    ("batches_of_one_label", Question, labelled(SORTED, sizes_as_labels=2)),  # by chance
 ]
 CASES = SETS + STEPS + GROUPS + NODES + ALONE
 

@@ -112,7 +112,7 @@ def what_it_does(rank, gap, waiting):
             seconds["saving"] += save.time - save.begin
             lines["saving"] = save.line
     for span in gap.spans:
-        if span.part == "loading" and not lines.get("evaluation"):
+        if span.part in ("loading", "workers") and not lines.get("evaluation"):
             seconds["loading"] += span.end - span.begin
     busy = length(gap) - waiting
     seconds["other"] = busy - sum(seconds.values())
@@ -178,8 +178,8 @@ def findings_of(run, pauses):
             doing = each.of[each.last]
             groups[each.last, doing.what, doing.line].append(each.wait)
     for (rank, what, line), waits in groups.items():
-        if len(waits) < 3 or statistics.median(waits) < 0.2 or sum(waits) < 1:
-            continue  # a short run, or a busy machine
+        if too_short_to_tell(waits):
+            continue
         share = sum(waits) / whole
         if share < 0.1:
             continue
@@ -195,6 +195,11 @@ def findings_of(run, pauses):
     yield from loaders_that_begin_slowly(pauses, whole)
 
 
+def too_short_to_tell(waits):
+    """Return whether a short run, or a busy machine, may be the cause of waits, in seconds."""
+    return len(waits) < 3 or statistics.median(waits) < 0.1 or sum(waits) < 0.75
+
+
 def loaders_that_begin_slowly(pauses, whole):
     """Yield a question if all ranks wait for their loaders between the steps, for long.
 
@@ -205,7 +210,7 @@ def loaders_that_begin_slowly(pauses, whole):
         for each in pauses
         if {doing.what for doing in each.of.values()} == {"loading"}
     ]
-    if len(waits) < 3 or statistics.median(waits) < 0.2 or sum(waits) < 1:
+    if too_short_to_tell(waits):
         return
     share = sum(waits) / whole
     if share > 0.3:

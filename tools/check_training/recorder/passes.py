@@ -59,6 +59,7 @@ class KnownPass:
     workers_epoch: int | None = None  # as in Pass
     draws_its_items: bool = False  # as in Pass
     labels: list[int | None] = field(default_factory=list)
+    sizes_as_labels: int = 0  # as in Progress
 
     @property
     def complete(self):
@@ -238,6 +239,14 @@ def _number(sampler, name):
     return value if isinstance(value, int) else None
 
 
+@around(dataloader._MultiProcessingDataLoaderIter, "__init__")
+def start_workers(args, kwargs):
+    """Note how long it takes to start the workers of a pass."""
+    begin = now()
+    yield
+    span("workers", begin, now())
+
+
 @around(dataloader._BaseDataLoaderIter, "__next__", even_if_it_fails=True)
 def next_batch(args, kwargs):
     """Follow the batches of a pass."""
@@ -288,6 +297,7 @@ def _take(known, batch):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
             known.batch_bits.append(bits(first))
+        if known.pass_of_loader < 20 and _labels_are_looked_at(place):
             _look_at_labels(known, batch, first)
         if known.pass_of_loader < 2 and place < 300:
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
@@ -297,10 +307,18 @@ def _take(known, batch):
         _note_progress(known)
 
 
+def _labels_are_looked_at(place):
+    """Return whether to look at the labels of a batch. place: its number in the pass, from 0.
+
+    If a set is sorted by its labels, the first one may fill many batches.
+    """
+    return place < 32 or (place < 1024 and place % 16 == 0)
+
+
 def _look_at_labels(known, batch, first):
     """Add to Progress.labels, if the batch has labels. first: its first tensor.
 
-    Numbers that are all different may be names of the items, and equal ones their length.
+    Numbers that are all different may be names of the items.
     """
     labels, has_names = [], False
     for tensor in tensors_in(batch):
@@ -309,8 +327,9 @@ def _look_at_labels(known, batch, first):
         if not readable(tensor):
             continue
         kinds = len(tensor.unique())
-        if kinds == 1 and tensor[0].item() not in first.shape[1:]:  # else a length of the items
+        if kinds == 1:
             labels.append(tensor[0].item())
+            known.sizes_as_labels += labels[-1] in first.shape[1:]
         elif 1 < kinds < len(tensor):
             labels.append(None)
         has_names = has_names or 1 < kinds == len(tensor)
@@ -350,6 +369,7 @@ def _note_progress(known, **fields):
         no_grad_forwards=known.no_grad_forwards,
         gradients=known.gradients,
         labels=known.labels,
+        sizes_as_labels=known.sizes_as_labels,
         **fields,
     )
 

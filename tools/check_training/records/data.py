@@ -93,10 +93,11 @@ class Progress(Record):
     exhausted: bool = False  # no batch was left, or all that the loader promises were taken
     modes_before: list[Mode] = field(default_factory=list)  # of each DDP object, as it began
     modes_after: list[Mode] = field(default_factory=list)  # and as it was over
-    # Of each of the first 32 batches that have labels, the label that all of its items have; None:
-    # they have several. Labels are whole numbers in a tensor, one for each item. Of two such
-    # tensors, that in which they have several counts.
+    # Of each of the first 32 batches that have labels, and of some later ones, the label that all
+    # of its items have; None: they have several. Labels are whole numbers in a tensor, one for each
+    # item. Of two such tensors, that in which they have several counts.
     labels: list[int | None] = field(default_factory=list)
+    sizes_as_labels: int = 0  # batches whose one label is a size of their items: their length?
 
 
 @dataclass(slots=True)

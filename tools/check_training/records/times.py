@@ -18,6 +18,7 @@ LONG = 0.02  # seconds; a Gap has at least as many
 # What a process can be in: what is left of a step is the script's own code.
 PARTS = {
     "loading": "the loader makes the next batch",
+    "workers": "the loader starts its workers, before the first batch of a pass",
     "forward": "a forward pass of a DDP object",
     "backward": "backward(), until this rank has all its gradients",
     "exchange": "the rest of backward(): waiting for other ranks, and sending",

@@ -73,9 +73,11 @@ def batches_of_one_label(run):
         if not in_order or not first.progress.rising or first.progress.first_items < 4:
             continue
         single = [label for label in labels if label is not None]
+        if first.progress.sizes_as_labels > len(single) / 2:
+            continue  # they are the lengths of the items
         if most(len(single), len(labels)) and len({*single}) > 1:
             yield Question(
-                f"nothing is shuffled ({loader.line}), and in {len(single)} of the first"
+                f"nothing is shuffled ({loader.line}), and in {len(single)} of"
                 f" {len(labels)} batches, all items have the same whole number: a label?",
                 "is the set sorted by its labels? Then shuffle: DistributedSampler(dataset), and"
                 " set_epoch(epoch)",

@@ -24,6 +24,7 @@ from .words import clip, say
 
 LOOK = 0.25  # seconds between two looks at all processes
 ORPHANS = 5  # seconds; then what outlives its torchrun is ended, as a cluster does
+SPARE = 10  # seconds from the end of a machine without ranks to that of all others
 TOGETHER = 2  # seconds: so far apart do ranks end that have trained together
 # At its end, torchrun waits five minutes for the others, also for a dead machine. So a run is over
 # once the result was printed, and no rank has lived for so many seconds.
@@ -216,7 +217,13 @@ class Stage:
         """See that the command on a machine has ended, and what that means for the others."""
         run, first = self.run, self.run.machines[0]
         machine.ended = run.seconds if machine.ended is None else machine.ended
-        if processes and run.seconds - machine.ended < ORPHANS:
+        since = run.seconds - machine.ended
+        if processes and since < ORPHANS:
+            return
+        # torchrun on a spare machine waits until a place is free, and fails once the others end:
+        # that may be seen here before their end is.
+        has_ranks = machine.attempts > 0
+        if not has_ranks and self.done is None and since < SPARE:
             return
         if processes:
             run.notes.append(
@@ -225,8 +232,7 @@ class Stage:
             )
         error = self.take_away(machine)
         by_itself = not machine.leaves
-        # torchrun on a spare machine waits until a place is free, and fails once all others end.
-        was_spare = not machine.attempts and self.done is not None
+        was_spare = not has_ranks and self.done is not None
         if not self.disturbed and machine.status and not was_spare:
             run.failure = f"status {machine.status} on {machine.name}"
         elif machine is first and machine.status == 0 and by_itself:

@@ -28,6 +28,7 @@ steps. It reads tensors on a CPU ever more rarely. If it fails, it says so in a 
     schedules.py       schedules of the learning rate, averaged models
     datasets.py        datasets, subsets, set_epoch()
     passes.py          passes over loaders
+    labels.py          what they look at in the labels of a batch
     generators.py      generators of random numbers
     files.py           torch.save(), torch.load(), files of pickle, json and numpy, and moves
 

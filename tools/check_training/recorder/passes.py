@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import dataloader
 
 from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
-from . import generators, model, optimizer, schedules
+from . import generators, labels, model, optimizer, schedules
 from .counters import counters
 from .datasets import chosen_in, data_in, draws_its_items, epoch_in, size_of
 from .fingerprints import bits, readable, tensors_in
@@ -297,44 +297,14 @@ def _take(known, batch):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
             known.batch_bits.append(bits(first))
-        if known.pass_of_loader < 20 and _labels_are_looked_at(place):
-            _look_at_labels(known, batch, first)
+        if known.pass_of_loader < 20 and labels.are_looked_at(place):
+            labels.look_at(known, batch, first)
         if known.pass_of_loader < 2 and place < 300:
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
     if known.complete and known.modes_after is None:
         known.modes_after = model.modes(optimizer.steps())
     if place > 2 and (known.batches & place) == 0 and not known.over:  # a power of two
         _note_progress(known)
-
-
-def _labels_are_looked_at(place):
-    """Return whether to look at the labels of a batch. place: its number in the pass, from 0.
-
-    If a set is sorted by its labels, the first one may fill many batches.
-    """
-    return place < 32 or (place < 1024 and place % 16 == 0)
-
-
-def _look_at_labels(known, batch, first):
-    """Add to Progress.labels, if the batch has labels. first: its first tensor.
-
-    Numbers that are all different may be names of the items.
-    """
-    labels, has_names = [], False
-    for tensor in tensors_in(batch):
-        if tensor.shape != first.shape[:1] or tensor.dtype not in (torch.int64, torch.int32):
-            continue
-        if not readable(tensor):
-            continue
-        kinds = len(tensor.unique())
-        if kinds == 1:
-            labels.append(tensor[0].item())
-            known.sizes_as_labels += labels[-1] in first.shape[1:]
-        elif 1 < kinds < len(tensor):
-            labels.append(None)
-        has_names = has_names or 1 < kinds == len(tensor)
-    if labels or has_names:
-        known.labels.append(None if None in labels or not labels else labels[0])
 
 
 def _first_tensor(batch):

@@ -12,7 +12,7 @@ then meets the next collective of rank 1.)
 
 Recognise it: the evaluation hangs since the model has a BatchNorm. "py-spy dump --pid PID" shows
 rank 0 in _sync_buffers. If rank 1 goes on training meanwhile, its next forward pass takes part in
-that broadcast, and all later collectives meet the wrong ones.
+that broadcast, and rank 0's next one sends none. That works until another call comes in between.
 Cure: call model.module(x), the model without DDP. Or let every rank evaluate a share.
 """
 

@@ -1059,8 +1059,31 @@ MISTAKES = {
             + "        loader = DataLoader(dataset, 32, sampler=sampler, num_workers=1)\n",
         },
         "times",
-        r"question: all ranks wait for their loaders: \d\.\d s in each of 4 pauses .* of the run",
+        r"\Aquestion: all ranks wait for their loaders: \d\.\d s in each of 4 pauses .* of the run",
         None,
+        False,
+    ),
+    "no set_epoch, in a group that a mesh has made": (
+        {
+            GROUP: "    size = int(os.environ['WORLD_SIZE'])\n"
+            "    dist.device_mesh.init_device_mesh('cpu', (size,))\n",
+            SET_EPOCH: "",
+        },
+        "same_order_in_each_epoch",
+        "found: the items come in the same order in each epoch",
+        None,
+        False,
+    ),
+    "wrapper on rank 0, between the steps": (
+        {
+            GELU: NORM,
+            SET_EPOCH: SET_EPOCH
+            + "        if dist.get_rank() == 0 and epoch:\n"
+            + "            with torch.no_grad(): model(inputs[:8])\n",
+        },
+        "some_call_the_wrapper",
+        r"\Aquestion: rank 0 alone calls the DDP object at .*, without gradients",
+        "model(inputs[:8])",
         False,
     ),
     "a running total": (
@@ -1893,6 +1916,23 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     },
     "in order, and labels are mixed": SORTED
     | {DATA: SORTED[DATA].replace("arange(1024) //", "arange(1024) * 37 % 1024 //")},
+    "items of which the first tensor has no rows": {
+        LOADER: LOADER.replace(
+            "sampler=sampler",
+            "sampler=sampler, collate_fn=lambda items: (torch.empty(0, 4), *zip(*items))",
+        ),
+        LOOP: LOOP.replace("x, y", "_, x, y"),
+        MOVE: "            x, y = torch.stack(x), torch.stack(y)\n",
+    },
+    "a look at one batch of each rank's share": after(
+        REDUCE,
+        "model.eval()",
+        "with torch.no_grad():",
+        "    for a, _ in loader:",
+        "        torch.save(model(a), f'look{dist.get_rank()}.pt')",
+        "        break",
+        "model.train()",
+    ),
     "no optimizer": {
         OPT: "",
         ZERO: "            model.zero_grad()\n",

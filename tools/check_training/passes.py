@@ -36,6 +36,12 @@ class LoaderPass:
         return any(not mode.training for mode in progress.modes_after)
 
     @property
+    def took_one_batch(self):
+        """Whether it was left after one batch of several."""
+        progress = self.progress
+        return progress.batches == 1 and not progress.exhausted and self.start.batches != 1
+
+    @property
     def items(self):
         """How many items this rank gets in a whole pass. If it was not whole: about so many.
 

@@ -216,7 +216,8 @@ def what_was_seen(records):
     steps = max((rank.steps_taken for rank in ranks), default=0)
     compared = [len(numbers) for rank in ranks for numbers in rank.steps.values()]
     passes = max((len(rank.passes) for rank in ranks), default=0)
-    saves = max((len(rank.records(Save)) for rank in ranks), default=0)
+    # pickle saves each tensor into memory, by torch.save().
+    saves = max((sum(1 for save in rank.records(Save) if save.path) for rank in ranks), default=0)
     yield (
         f"looked at: ranks {most_ranks}, starts {len(records.runs)}; of a rank: steps {steps}"
         f" ({max(compared, default=0)} bit by bit), passes over loaders {passes}, saves {saves}"

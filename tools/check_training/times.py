@@ -25,6 +25,7 @@ COLUMNS = {
     "rest": "the script's own code",
 }
 WHOLE = "whole"  # the key of the whole step's time, beside those of COLUMNS
+WORKERS = "workers"  # a part of the loading: their start, and the first batch of a pass
 LEAST = 10  # steps that are needed for a table
 
 
@@ -50,11 +51,26 @@ def steps_of(rank):
     An evaluation comes between two steps, so it is in the time of the second one.
     """
     evaluations = sorted(evaluations_of(rank), key=lambda each: each.begin)
+    with_workers = [each.start.time for each in rank.passes if each.start.workers]
     found = {}
     for times in rank.records(StepTimes):
         spans = [span for span in times.spans if not is_of_an_evaluation(span, evaluations)]
+        begins = [begin for begin in with_workers if spans and spans[0].begin <= begin < times.end]
+        if begins:
+            spans = with_first_batch(spans, begins[0])
         found[times.number] = dataclasses.replace(times, spans=spans)
     return found
+
+
+def with_first_batch(spans, begin):
+    """Return the Spans of a step, in which the wait for a first batch counts as that for workers.
+
+    begin: when the pass over the loader began.
+    """
+    for place, span in enumerate(spans):
+        if span.part == "loading" and span.begin >= begin:
+            return [*spans[:place], dataclasses.replace(span, part="workers"), *spans[place + 1 :]]
+    return spans
 
 
 def is_of_an_evaluation(span, evaluations):
@@ -133,9 +149,12 @@ def noted_parts(steps):
 
 
 def with_waiting(row, exchange):
-    """Return {part: seconds} of COLUMNS, and WHOLE. exchange: seconds of the last rank in it."""
+    """Return {part: seconds} of COLUMNS, WHOLE and WORKERS.
+
+    exchange: seconds of the last rank in it.
+    """
     parts = {
-        "loading": row["loading"],
+        "loading": row["loading"] + row["workers"],
         "forward": row["forward"],
         "backward": row["backward"],
         "waiting": row["exchange"] + row["collective"] - exchange,
@@ -144,7 +163,7 @@ def with_waiting(row, exchange):
         "saving": row["saving"],
     }
     rest = max(0.0, row[WHOLE] - sum(parts.values()))
-    return {**parts, "rest": rest, WHOLE: row[WHOLE]}
+    return {**parts, "rest": rest, WHOLE: row[WHOLE], WORKERS: row["workers"]}
 
 
 def medians_of(steps):
@@ -217,7 +236,8 @@ def shares_of_ranks(table):
 def large_shares(rank, steps):
     """Yield a finding if a rank's loader, or its saves, take much of its time."""
     whole = sum(row[WHOLE] for row in steps.values())
-    loading = sum(row["loading"] for row in steps.values()) / whole
+    # gaps.py asks about the workers that are started in each epoch.
+    loading = sum(row["loading"] - row[WORKERS] for row in steps.values()) / whole
     saving = sum(row["saving"] for row in steps.values()) / whole
     if loading > 0.5:
         yield Found(

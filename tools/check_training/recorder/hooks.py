@@ -171,7 +171,7 @@ def safely(function, *args):
     except Exception:
         switch.on = False
         with contextlib.suppress(OSError), open(switch.failure, "w") as file:
-            traceback.print_exc(file=file)
+            file.write(traceback.format_exc())  # a script may replace print()
         return None
 
 

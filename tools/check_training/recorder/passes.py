@@ -299,7 +299,7 @@ def _take(known, batch):
             known.batch_bits.append(bits(first))
         if known.pass_of_loader < 20 and labels.are_looked_at(place):
             labels.look_at(known, batch, first)
-        if known.pass_of_loader < 2 and place < 300:
+        if known.pass_of_loader < 2 and place < 300 and first.numel():
             known.content += float(first.reshape(len(first), -1)[:, :8].double().sum())
     if known.complete and known.modes_after is None:
         known.modes_after = model.modes(optimizer.steps())

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh, rpc
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed import rpc
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, JoinBegun, Joined, Left
@@ -98,7 +98,8 @@ def follow_the_group():
         safely(joined)
         return result
 
-    replace(c10d, "init_process_group", init_process_group, also=[dist])
+    # A mesh makes the default group if there is none, by a name that it has imported.
+    replace(c10d, "init_process_group", init_process_group, also=[dist, device_mesh])
     atexit.register(safely, finish)
 
 

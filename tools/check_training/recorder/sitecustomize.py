@@ -60,7 +60,7 @@ def start():
         importlib.import_module(f"{NAME}.recorder").start(FOLDER)
     except Exception:
         with open(f"{FOLDER}/{os.uname().nodename}-{os.getpid()}.failed", "w") as file:
-            traceback.print_exc(file=file)
+            file.write(traceback.format_exc())
 
 
 def come_in():

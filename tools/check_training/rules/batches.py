@@ -204,7 +204,7 @@ def first_batch_again(run):
     """
     for loader in run.training_loaders():
         passes = next(iter(loader.passes.values()))
-        single = [each for each in passes if takes_one_batch(each)]
+        single = [each for each in passes if each.took_one_batch]
         if len(single) < 8 or len(single) < len(passes):
             continue
         bits = [each.progress.batch_bits[0] for each in single if each.progress.batch_bits]
@@ -215,12 +215,6 @@ def first_batch_again(run):
             f"{len(bits)} such batches, {len(set(bits))} different ones: make the iterator once,"
             " before the steps",
         )
-
-
-def takes_one_batch(one):
-    """Return whether a LoaderPass was left after one batch of several."""
-    progress = one.progress
-    return progress.batches == 1 and not progress.exhausted and one.start.batches != 1
 
 
 @rule(unless={"calls"})

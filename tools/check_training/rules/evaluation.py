@@ -206,8 +206,8 @@ def figures_stay_apart(run):
     """Each rank evaluates a share, and no rank gets anything of the others' figures.
 
     Looks alike, and is right: ranks that split the model, a run that was cut, the whole set in an
-    order of its own, items that the dataset draws, figures that are put together some steps later,
-    or in files.
+    order of its own, items that the dataset draws, a look at one batch, figures that are put
+    together some steps later, or in files.
     """
     if run.may_split_the_model or run.cut:
         return
@@ -219,6 +219,8 @@ def figures_stay_apart(run):
             continue
         if any(each.start.draws_its_items for each in firsts):
             continue
+        if all(each.took_one_batch for passes in loader.passes.values() for each in passes):
+            continue  # to look at some samples
         exchanges = [Exchanges(run.ranks[rank], of) for rank, of in loader.passes.items()]
         if any(each.puts_figures_together for each in exchanges) or in_files(run, loader):
             continue

@@ -7,6 +7,7 @@ from ..findings import Found, Question, rule
 from ..records.files import Save
 from ..records.model import Forward
 from ..records.process import Call, Forgotten, GroupMade, Joined, Started
+from ..records.times import StepTimes
 from ..words import differ, in_words
 from .pages import SILENT
 
@@ -131,12 +132,33 @@ def some_call_the_wrapper(run):
             callers = [rank for rank, count in counts.items() if line in count]
             if len(callers) == len(counts):
                 continue
+            page = "pitfalls/wrapper_on_rank_0.py"
+            what = f"{in_words(callers)} alone calls the DDP object at {line}"
+            if not run.stalled and all(are_made_up_for(run.ranks[rank], line) for rank in callers):
+                yield Question(
+                    f"{what}, without gradients",
+                    "its broadcast of buffers meets the others' next forward pass, if no other"
+                    " collective call comes before: call model.module, and nothing is sent",
+                    page,
+                )
+                continue
             yield Found(
-                f"{in_words(callers)} alone calls the DDP object at {line}",
+                what,
                 "it broadcasts buffers there, which the others take for another call: call"
                 " model.module",
-                "pitfalls/wrapper_on_rank_0.py",
+                page,
             )
+
+
+def are_made_up_for(rank, line):
+    """Return whether a Rank leaves out a broadcast of buffers for each call of DDP at a line.
+
+    After a call without gradients, DDP's next forward pass sends no buffers: so the ranks' calls
+    pair again, if a step follows.
+    """
+    alone = [each for each in rank.records(Forward) if each.line == line]
+    last_step = max((times.time for times in rank.records(StepTimes)), default=0.0)
+    return all(not each.gradients and each.time < last_step for each in alone)
 
 
 def calls_by_line(run, rank, ddp):

@@ -53,13 +53,14 @@ class Work(torch.nn.GELU):
     """A layer that takes the GPU some time. At the end of backward(), all wait for the last one."""
 
     def __init__(self, forward, backward):
-        """forward, backward: seconds."""
+        """forward, backward: seconds; forward may be a function that returns them."""
         super().__init__()
         self.seconds = forward, backward
 
     def forward(self, x):
         """Return what GELU does."""
-        hand_over(self.seconds[0])
+        seconds = self.seconds[0]
+        hand_over(seconds() if callable(seconds) else seconds)
         result = super().forward(x)
         if result.requires_grad:
             result.register_hook(self.goes_back)

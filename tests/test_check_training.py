@@ -262,7 +262,7 @@ def test_records_of_machines_with_clocks_of_their_own(tmp_path):
 
 
 def test_ranks_wait_for_a_machine_whose_ranks_come_last_in_turn():
-    row = dict.fromkeys(times.COLUMNS, 0.0) | {times.WHOLE: 1.0}
+    row = dict.fromkeys([*times.COLUMNS, times.WORKERS], 0.0) | {times.WHOLE: 1.0}
     table = {
         rank: {step: row | {"waiting": rank < 2 or (step + rank) % 2} for step in range(40)}
         for rank in range(4)

@@ -1063,6 +1063,17 @@ MISTAKES = {
         None,
         False,
     ),
+    "weights loaded by one rank, later": (
+        {
+            EPOCHS: "    import copy\n    kept = copy.deepcopy(model.state_dict())\n" + EPOCHS,
+            SET_EPOCH: SET_EPOCH
+            + "        if epoch == 3 and dist.get_rank() == 0: model.load_state_dict(kept)\n",
+        },
+        "weights_come_apart",
+        r"found: the weights of all ranks come apart .*: rank 0 alone loads weights, at",
+        "model.load_state_dict(kept)",
+        False,
+    ),
     "no set_epoch, in a group that a mesh has made": (
         {
             GROUP: "    size = int(os.environ['WORLD_SIZE'])\n"
@@ -1924,6 +1935,16 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         ),
         LOOP: LOOP.replace("x, y", "_, x, y"),
         MOVE: "            x, y = torch.stack(x), torch.stack(y)\n",
+    },
+    "each rank's optimizer has its half of the parameters": {
+        OPT: (
+            "    halves = [[*model.parameters()][rank::2] for rank in range(2)]\n"
+            "    optimizer = torch.optim.SGD(halves[dist.get_rank()], lr=0.05, momentum=0.9)\n"
+        ),
+        ZERO: "            model.zero_grad()\n",
+        STEP: STEP
+        + "            for rank, half in enumerate(halves):\n"
+        + "                for p in half: dist.broadcast(p.data, rank)\n",
     },
     "a look at one batch of each rank's share": after(
         REDUCE,

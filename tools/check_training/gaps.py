@@ -51,8 +51,9 @@ class Pause:
 
     @property
     def wait(self):
-        """How long the other ranks wait, in seconds: the least of them."""
-        return min(self.of[rank].waiting for rank in self.of if rank != self.last)
+        """How long the other ranks wait, in seconds: the least of them. 0 if there are none."""
+        others = [self.of[rank].waiting for rank in self.of if rank != self.last]
+        return min(others, default=0.0)
 
 
 def pauses_of(run):

@@ -167,10 +167,12 @@ def epoch_in(dataset):
     """
     for _ in range(DEPTH):
         own = getattr(dataset, "__dict__", {})
-        for name in EPOCHS:
+        # set_epoch() may keep it under any name.
+        set_epoch = getattr(getattr(type(dataset), "set_epoch", None), "__code__", None)
+        for name in (*EPOCHS, *(set_epoch.co_names if set_epoch else ())):
             if type(own.get(name)) is int:
                 return own[name]
-        inner = own.get("dataset")
+        inner = own.get("dataset") or next(iter(own.get("datasets") or ()), None)
         if inner is None or inner is dataset:
             break
         dataset = inner

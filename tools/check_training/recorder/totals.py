@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .fingerprints import readable
 from .state import kept
 
-FEW = 16  # numbers of a tensor that is looked at, at most
+FEW = 128  # numbers of a tensor that is looked at, at most
 LARGEST = 4  # what is added between two sums is at most so many times what the first sum was given
 GATHERS = "all_gather", "all_gather_into_tensor"  # the script sums up what they bring
 PLACES = 1000  # that are remembered

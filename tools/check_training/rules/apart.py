@@ -30,6 +30,12 @@ class Apart:
         return self.bad[0] == 0
 
     @property
+    def when(self):
+        """When they came apart, in words. Later, not every step is looked at."""
+        first, last = self.since + 1, max(self.bad[0], self.since + 1)
+        return f"at step {first}" if first == last else f"between step {first} and step {last}"
+
+    @property
     def row(self):
         """The step that took them apart, a Step of each rank."""
         return [*self.steps.at(self.since).values()]

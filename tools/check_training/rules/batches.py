@@ -69,8 +69,7 @@ def batches_of_one_label(run):
     for loader in run.training_loaders():
         first = loader.firsts[0]
         labels = first.progress.labels
-        in_order = first.start.sampler == "SequentialSampler" or first.start.shuffle is False
-        if not in_order or not first.progress.rising or first.progress.first_items < 4:
+        if not is_in_order(first):
             continue
         single = [label for label in labels if label is not None]
         if first.progress.sizes_as_labels > len(single) / 2:
@@ -83,6 +82,15 @@ def batches_of_one_label(run):
                 " set_epoch(epoch)",
                 SILENT,
             )
+
+
+def is_in_order(one):
+    """Return whether a LoaderPass takes its set, or a stream, as it comes, in whole batches."""
+    start, progress = one.start, one.progress
+    if start.is_stream:  # nobody shuffles, unless the dataset does
+        return progress.rows > 3 * progress.batches
+    unshuffled = start.sampler == "SequentialSampler" or start.shuffle is False
+    return unshuffled and progress.rising and progress.first_items > 3
 
 
 @rule(unless={"data", "split"})

@@ -166,17 +166,29 @@ def is_broken(gradient):
 def parameters_in_no_optimizer(run):
     """Parameters have gradients and are in no optimizer, so they stay as they are.
 
-    Looks alike, and is right: the first steps, before a second optimizer is made.
+    Looks alike, and is right: the first steps, before a second optimizer is made; parameters that
+    another rank's optimizer has, which sends them to all.
     """
-    for own in steps_of_each_rank(run):
-        later = [step for step in own.steps if step.number > 2]
-        outside = [step.outside for step in later if step.outside]
-        if most(len(outside), len(later), least=4) and not steps_without_gradients(own):
+    of_all = steps_of_each_rank(run)
+    of_ranks = collections.defaultdict(set)  # {rank: names that are in no optimizer there}
+    for own in of_all:
+        of_ranks[own.rank.number] |= {*outside_in_most_steps(own)}
+    nowhere = set.intersection(*of_ranks.values()) if of_ranks else set()
+    for own in of_all:
+        outside = [name for name in outside_in_most_steps(own) if name in nowhere]
+        if outside and not steps_without_gradients(own):
             yield Found(
-                f"{len(outside[0])} trained parameters are in no optimizer, and stay as they are:"
-                f" {', '.join(outside[0][:3])}",
+                f"{len(outside)} trained parameters are in no optimizer, and stay as they are:"
+                f" {', '.join(outside[:3])}",
                 f"the optimizer was made at {own.optimizer.line}",
             )
+
+
+def outside_in_most_steps(own):
+    """Return the names of the trained parameters that no optimizer of the rank has, in OwnSteps."""
+    later = [step for step in own.steps if step.number > 2]
+    outside = [step.outside for step in later if step.outside]
+    return outside[0] if most(len(outside), len(later), least=4) else []
 
 
 @rule("unowned")

@@ -60,7 +60,7 @@ def own_batch_norm(run):
             yield Question(
                 f"DDP() of {wrapped.line} sends no buffers before a forward: each rank's BatchNorm"
                 " has means of its own",
-                "rank 0's are saved: average them before, or SyncBatchNorm",
+                "are they averaged before each evaluation and save? Else take SyncBatchNorm",
                 "pitfalls/small_batch_norm.py",
             )
 

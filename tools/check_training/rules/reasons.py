@@ -165,6 +165,23 @@ def names_that_differ(apart):
 # ---- The step itself differs ----
 
 
+def loads_weights_alone(apart):
+    """Some ranks load weights between two steps, and others do not."""
+    begin, end = (row[0].time for row in rows_around(apart))
+    loads = {
+        rank: [
+            load.line
+            for load in apart.run.ranks[rank].records(LoadedIntoModel)
+            if begin <= load.time <= end
+        ]
+        for rank in apart.ranks
+    }
+    some = of_some_alone(loads)
+    if some:
+        return f"{in_words(some)} alone loads weights, at {loads[some[0]][0]}"
+    return ""
+
+
 def loads_optimizer_alone(apart):
     """Some ranks load the state of the optimizer, and others do not."""
     loads = {
@@ -217,8 +234,8 @@ def gradients_differ(apart):
 
 
 def steps_differ(apart):
-    """From equal weights and gradients, the optimizers make other weights."""
-    return "their optimizers take other steps from equal gradients"
+    """The weights differ after a step that began with equal weights and gradients."""
+    return "from equal gradients: their optimizers differ, or the weights are changed elsewhere"
 
 
 def rows_around(apart):
@@ -250,6 +267,7 @@ OF_GRADIENTS = [
     (smaller_group, ""),
 ]
 OF_THE_STEP = [
+    (loads_weights_alone, ""),
     (loads_optimizer_alone, ELASTIC),
     (clips_alone, CLIP),
     (clips_by_own_norm, CLIP),

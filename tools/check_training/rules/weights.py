@@ -58,7 +58,7 @@ def weights_come_apart(run):
             else "is that meant so (averaged later, split over the ranks)?"
         )
         yield kind(
-            f"the weights of {in_words(apart.ranks, run)} come apart at step {apart.since + 1}"
+            f"the weights of {in_words(apart.ranks, run)} come apart {apart.when}"
             f" ({apart.step.line}): {reason.why}",
             f"{parameters_in_words(apart)}; {meaning}",
             reason.read,

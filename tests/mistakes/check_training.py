@@ -1154,6 +1154,17 @@ MISTAKES = {
         LOOP,
         False,
     ),
+    "workers keep the epoch, which has another name, of a set in a set": (
+        PERSIST
+        | {
+            MAIN: TURNING.replace("self.epoch", "self.now") + MAIN,
+            "DataLoader(dataset": "DataLoader(torch.utils.data.ConcatDataset([dataset])",
+        },
+        "workers_keep_the_epoch",
+        "question: the dataset's epoch is 4 .* workers still have 0: with persistent_workers",
+        LOOP,
+        False,
+    ),
     "sorted by label": (
         SORTED,
         "batches_of_one_label",

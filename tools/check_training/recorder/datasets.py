@@ -4,6 +4,7 @@ No dataset is asked for an item, which could draw random numbers.
 """
 
 import dis
+import functools
 import os
 import sys
 import zlib
@@ -167,16 +168,25 @@ def epoch_in(dataset):
     """
     for _ in range(DEPTH):
         own = getattr(dataset, "__dict__", {})
-        # set_epoch() may keep it under any name.
-        set_epoch = getattr(getattr(type(dataset), "set_epoch", None), "__code__", None)
-        for name in (*EPOCHS, *(set_epoch.co_names if set_epoch else ())):
+        for name in (*EPOCHS, *_names_of_its_epoch(type(dataset))):
             if type(own.get(name)) is int:
                 return own[name]
-        inner = own.get("dataset") or next(iter(own.get("datasets") or ()), None)
+        inner, several = own.get("dataset"), own.get("datasets")
+        if inner is None and isinstance(several, (list, tuple)):
+            inner = next(iter(several), None)
         if inner is None or inner is dataset:
             break
         dataset = inner
     return None
+
+
+@functools.cache
+def _names_of_its_epoch(kind):
+    """Return the names of the attributes that a class of datasets sets in its set_epoch()."""
+    code = getattr(getattr(kind, "set_epoch", None), "__code__", None)
+    if code is None:
+        return []
+    return [each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"]
 
 
 def draws_its_items(dataset):

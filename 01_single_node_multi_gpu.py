@@ -62,9 +62,10 @@ def worker(rank, world_size, meeting_point, args):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data equally. Each rank takes an Nth of every batch, if N divides it.
+    # Part 3: share the data equally. Each rank takes 1 / N of every batch, rounded down: of the
+    # shuffled order, rank r takes places r, r + N, ...
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: full batches
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
@@ -90,8 +91,8 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-    # The proofs, which all ranks call.
-    compare_gradients(model, loader, device)  # delete it if some layers run in training only
+    # The proofs.
+    compare_gradients(model, loader, device)  # in eval mode: delete it if that omits a layer
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
 
@@ -223,7 +224,7 @@ def join(local_rank, **meeting):
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # without it, all take memory of GPU 0, too
         device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")

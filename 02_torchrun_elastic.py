@@ -64,9 +64,10 @@ def main():
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
-    # Part 3: share the data equally. Each rank takes an Nth of every batch, if N divides it.
+    # Part 3: share the data equally. Each rank takes 1 / N of every batch, rounded down: of the
+    # shuffled order, rank r takes places r, r + N, ...
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: full batches
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
@@ -93,7 +94,7 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # save all that changes (a schedule, too): tensors, numbers
+        if due and rank == 0:  # save what changes (a schedule, too): tensors, numbers
             save(
                 {
                     "model": model.module.state_dict(),
@@ -172,9 +173,9 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # A number's place in its bucket decides in which order the ranks' numbers are added up. So
-    # a resumed run would end with other bits. (Not on two ranks: a + b = b + a.)
-    before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
+    # Else a resumed run would begin with the first buckets where an unbroken one has the second,
+    # and add up in another order, to other bits. (On two ranks, a + b = b + a.)
+    before = copy.deepcopy(model.state_dict())  # forward changes BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
     model.zero_grad()
@@ -253,7 +254,7 @@ def join(local_rank, **meeting):
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # without it, all take memory of GPU 0, too
         device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
@@ -287,7 +288,7 @@ def parse_args():
     parser.add_argument("--crash-epoch", type=int, help="kill the last rank there, on attempt 0")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    # Without torchrun, both are missing: None is not "0". On several machines, they differ.
+    # Equal on one machine alone. Without torchrun, both are missing: None is not "0".
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."

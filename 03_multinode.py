@@ -85,14 +85,14 @@ def show_map(device):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data equally. Each rank takes an Nth of every batch, if N divides it.
+    # Part 3: share the data equally: of the shuffled order, rank r takes places r, r + N, ...
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     # New in 03: each machine reads its own disk. Different data would spoil the training without an
     # error. (This compares names and sizes alone.)
     everywhere = gathered((socket.gethostname(), source, len(train_set), len(test_set)))
     if len({its[1:] for its in everywhere}) > 1:
         sys.exit(f"the machines have different data: {everywhere}")
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # rank r takes r, r + N, ...
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size
     loader = fast_loader(train_set, sampler, share, drop_last=True)  # your loader: full batches
     log(f"{len(train_set)} + {len(test_set)} {source}; batch {world_size} ranks x {share} images")
@@ -216,9 +216,9 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # A number's place in its bucket decides in which order the ranks' numbers are added up. So
-    # a resumed run would end with other bits. (Not on two ranks: a + b = b + a.)
-    before = copy.deepcopy(model.state_dict())  # forward moves BatchNorm's means
+    # Else a resumed run would begin with the first buckets where an unbroken one has the second,
+    # and add up in another order, to other bits. (On two ranks, a + b = b + a.)
+    before = copy.deepcopy(model.state_dict())  # forward changes BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
     model.zero_grad()
@@ -297,7 +297,7 @@ def join(local_rank, **meeting):
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Gloo is faster this way
     elif local_rank < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # without it, all take memory of GPU 0, too
         device = meeting["device_id"] = torch.device(device.type, local_rank)  # NCCL sends from it
     else:
         raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")

@@ -500,7 +500,7 @@ def pick_device(local_rank):
     if backend != "gloo":
         if local_rank >= torch.accelerator.device_count():
             raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # without it, all take memory of GPU 0, too
         return torch.device(gpu.type, local_rank), backend
     # The CPU, also on a Mac: Gloo cannot send tensors of its GPU. One thread for each process:
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def who_am_i():
-    """Return the rank of this process, and how many processes there are: two int.
+    """Return the rank of this process, and how many processes there are.
 
     docs/many_processes.py asks torch.distributed (dist) for both.
     """

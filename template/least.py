@@ -1,4 +1,4 @@
-"""Many train it, and may be killed: template/README.md has the commands, for CPUs and GPUs."""
+"""Many processes train a model, and may be killed: see template/README.md, for CPUs and GPUs."""
 
 import survive  # before torch
 import torch

@@ -119,7 +119,7 @@ def pick_device(local_rank):
     if backend != "gloo":  # a Mac's GPU has Gloo alone, which cannot send its tensors
         if local_rank >= torch.accelerator.device_count():
             raise SystemExit("each process needs a GPU: start fewer, or set CUDA_VISIBLE_DEVICES=")
-        torch.accelerator.set_device_index(local_rank)  # else each process takes memory of GPU 0
+        torch.accelerator.set_device_index(local_rank)  # without it, all take memory of GPU 0, too
         return torch.device(gpu.type, local_rank), backend
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # often faster

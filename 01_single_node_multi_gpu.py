@@ -62,8 +62,7 @@ def worker(rank, world_size, meeting_point, args):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Part 3: share the data equally. Each rank takes 1 / N of every batch, rounded down: of the
-    # shuffled order, rank r takes places r, r + N, ...
+    # Part 3: share the data equally: of the shuffled order, rank r takes places r, r + N, ...
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size

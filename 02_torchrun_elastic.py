@@ -64,8 +64,7 @@ def main():
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # torchrun's restarts, from 0
-    # Part 3: share the data equally. Each rank takes 1 / N of every batch, rounded down: of the
-    # shuffled order, rank r takes places r, r + N, ...
+    # Part 3: share the data equally: of the shuffled order, rank r takes places r, r + N, ...
     train_set, test_set, source = load_data(args.data_dir)  # your data: two Datasets, a name
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     share = min(args.batch_size, len(train_set)) // world_size

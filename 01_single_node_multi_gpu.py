@@ -90,8 +90,8 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-    # The proofs.
-    compare_gradients(model, loader, device)  # in eval mode: delete it if that omits a layer
+    # The proofs. (The model is in eval mode now: if layers are left out then, delete the first.)
+    compare_gradients(model, loader, device)
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
 

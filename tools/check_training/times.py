@@ -235,13 +235,15 @@ def shares_of_ranks(table):
 
 def large_shares(rank, steps):
     """Yield a finding if a rank's loader, or its saves, take much of its time."""
-    # The longest steps may be pauses of which gaps.py tells.
+    saving = sum(row["saving"] for row in steps.values()) / sum(
+        row[WHOLE] for row in steps.values()
+    )
+    # A loader that is too slow is so in many steps. gaps.py tells of single long ones, and asks
+    # about workers that are started in each epoch.
     rows = sorted(steps.values(), key=lambda row: row[WHOLE])
-    rows = rows[: len(rows) - math.ceil(len(rows) / 50)]
-    whole = sum(row[WHOLE] for row in rows)
-    # gaps.py asks about the workers that are started in each epoch.
-    loading = sum(row["loading"] - row[WORKERS] for row in rows) / whole
-    saving = sum(row["saving"] for row in rows) / whole
+    calm = rows[: len(rows) - math.ceil(len(rows) / 50)]
+    loading = sum(row["loading"] - row[WORKERS] for row in calm)
+    loading /= sum(row[WHOLE] for row in calm)
     if loading > 0.5:
         yield Found(
             f"rank {rank} waits for its loader for {loading:.0%} of the time of its steps",

@@ -134,7 +134,9 @@ def some_call_the_wrapper(run):
                 continue
             page = "pitfalls/wrapper_on_rank_0.py"
             what = f"{in_words(callers)} alone calls the DDP object at {line}"
-            if not run.stalled and all(are_made_up_for(run.ranks[rank], line) for rank in callers):
+            if not run.stalled and all(
+                are_made_up_for(run.ranks[rank], number, line) for rank in callers
+            ):
                 yield Question(
                     f"{what}, without gradients",
                     "its broadcast of buffers meets the others' next forward pass, if no other"
@@ -150,13 +152,14 @@ def some_call_the_wrapper(run):
             )
 
 
-def are_made_up_for(rank, line):
-    """Return whether a Rank leaves out a broadcast of buffers for each call of DDP at a line.
+def are_made_up_for(rank, ddp, line):
+    """Return whether a Rank leaves out a broadcast of buffers for each call of a DDP object there.
 
     After a call without gradients, DDP's next forward pass sends no buffers: so the ranks' calls
     pair again, if a step follows.
     """
-    alone = [each for each in rank.records(Forward) if each.line == line]
+    forwards = [each for each in rank.records(Forward) if each.ddp == ddp]
+    alone = [each for each in forwards if each.line == line]
     last_step = max((times.time for times in rank.records(StepTimes)), default=0.0)
     return all(not each.gradients and each.time < last_step for each in alone)
 

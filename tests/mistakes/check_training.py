@@ -531,6 +531,13 @@ MISTAKES = {
         None,
         False,
     ),
+    "noise of one seed": (
+        after(MOVE, "x = x + torch.randn_like(x)"),
+        "same_numbers_on_ranks",
+        r"question: all ranks draw the same random numbers .* between a batch and",
+        LOSS,
+        False,
+    ),
     "padded": (
         evaluate(", sampler=DistributedSampler(tests)"),
         "items_counted_twice",
@@ -949,6 +956,17 @@ MISTAKES = {
         },
         "graphs_are_held",
         r"question: before step \d+, autograd still holds the graphs of \d+ backward passes",
+        BACK,
+        False,
+    ),
+    "an average of outputs, in a short run": (
+        {
+            EPOCHS: "    mean = 0\n" + EPOCHS,
+            LOSS: LOSS.replace("model(x)", "(out := model(x))")
+            + "            mean = 0.9 * mean + 0.1 * out.mean()\n",
+        },
+        "graphs_are_held",
+        r"question: before step \d+, autograd still holds the graph of each backward pass",
         BACK,
         False,
     ),
@@ -1771,6 +1789,10 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
             "model.module.train()",
         ),
     },
+    "noise of a seed by rank": {
+        **after(MOVE, "x = x + torch.randn_like(x)"),
+        EPOCHS: SEED + EPOCHS,
+    },
     "augmented by rank": NOISE | {EPOCHS: SEED + EPOCHS},
     "workers with one seed, and nothing random": {END: "sampler=sampler, num_workers=1)\n"},
     "a sampler that draws for each batch": {
@@ -1911,6 +1933,10 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         EPOCHS: "    kept = []\n" + EPOCHS.replace("5", "10"),
         **after(SET_EPOCH, "total = 0"),
         **after(LOSS, "total = total + loss; kept.append(loss.detach())"),
+    },
+    "the last forty losses": {
+        EPOCHS: "    import collections; last = collections.deque(maxlen=40)\n" + EPOCHS,
+        **after(LOSS, "last.append(loss)"),
     },
     "a total that is set back": {
         SUM_0: "        loss_sum.zero_()\n",

@@ -598,9 +598,13 @@ def bare(places, count=30, rates=(0.1,), shapes=None, **fields):
     return run_of(*ranks)
 
 
-def held(graphs):
+def held(graphs, since_start=None):
     """Return the Run of two ranks that hold so many graphs in each step. graphs: of each step."""
-    return both(steps, count=len(graphs), each=lambda number: {"graphs_held": graphs[number]})
+    starts = since_start or [0] * len(graphs)
+    figures = [
+        {"graphs_held": old, "graphs_since_start": since} for old, since in zip(graphs, starts)
+    ]
+    return both(steps, count=len(graphs), each=figures.__getitem__)
 
 
 def own_gradients(number):
@@ -646,6 +650,8 @@ STEPS += [
     ("graphs_are_held", Question, held([0] * 9 + [30] * 3)),
     ("graphs_are_held", NOTHING, held([0] * 9 + [30] * 2)),  # it was set back then
     ("graphs_are_held", NOTHING, held([0] * 9 + [3] * 9)),
+    ("graphs_are_held", Question, held([0] * 9, since_start=[0] * 6 + [30] * 3)),
+    ("graphs_are_held", NOTHING, held([0] * 9, since_start=[0] * 5 + [30] * 3 + [0])),
 ]
 
 

@@ -4,20 +4,49 @@ import contextlib
 import random
 import sys
 import zlib
+from dataclasses import dataclass
 
 import torch
 
 from ..records.data import Drawn
-from .fingerprints import checksum_of_memory, random_state
+from .counters import counters
+from .fingerprints import FIRST, checksum_of_memory, looked_at, random_state
+from .state import kept
 
 LOOKED_AT = range(1, 5)  # batches: with the first one, a sampler may draw an order
 PASSES = 20  # over a loader, in which they are looked at
 DEPTH = 5  # of samplers in samplers
+CPU = torch.device("cpu")
+
+
+@dataclass
+class AfterBatch:
+    """The generator of the model's device, as it was when a loader last gave a batch."""
+
+    device: torch.device = CPU  # of the DDP object that was last called
+    bits: int | None = None  # of its state; None: not looked at, or a forward has asked since
+
+
+after_batch = kept(AfterBatch())
+
+
+def note_batch():
+    """Look at the generator of the model's device: a loader has given a batch."""
+    number = counters.forwards
+    near = after_batch.device.type == "cpu" or number < FIRST
+    after_batch.bits = random_state(after_batch.device) if near and looked_at(number) else None
+
+
+def drew_since_batch(device, bits):
+    """Return Forward.drew_since_batch. bits: of the state of the device's generator now."""
+    before, same_device = after_batch.bits, after_batch.device == device
+    after_batch.device, after_batch.bits = device, None
+    return None if before is None or not same_device else before != bits
 
 
 def states():
     """Return {library: bits of the state of its own generator}. Nothing is drawn."""
-    found = {"torch": random_state(torch.device("cpu")), "random": hash(random.getstate()[1])}
+    found = {"torch": random_state(CPU), "random": hash(random.getstate()[1])}
     if "numpy.random" in sys.modules:
         found["numpy"] = _numpys_state(sys.modules["numpy.random"])
     return found

@@ -1,8 +1,9 @@
 """Which graphs of autograd are held long after their backward pass: total += loss keeps them all.
 
-A mark hangs on a node of a graph, and goes with it. Here is a weak reference to the mark.
+Marks hang on nodes of a graph, and go with them. Here are weak references to the marks.
 """
 
+import collections
 import weakref
 from dataclasses import dataclass, field
 
@@ -11,9 +12,10 @@ from .fingerprints import looked_at
 from .state import kept
 
 MARK = "check_training"  # in a node's metadata, where anybody may leave a note
-DEEP = 3  # nodes from the loss towards the parameters: an output of the model may be kept, too
+NODES = 64  # that are marked, those near the loss first: an output of the model may be kept, too
 MOST = 300  # backward passes whose graphs are marked, where looked_at() chooses them
 AGE = 100  # backward passes after which a graph should be gone
+SOON = 30  # and after which one of all should be gone
 
 
 class Mark:
@@ -27,7 +29,11 @@ class Graph:
     """The graph of a backward pass."""
 
     number: int  # of the backward pass
-    mark: weakref.ref
+    marks: list[weakref.ref]
+
+    def is_held(self):
+        """Return whether a part of it is still there."""
+        return any(mark() is not None for mark in self.marks)
 
 
 @dataclass
@@ -35,6 +41,7 @@ class Graphs:
     """The graphs that were marked, without those that are known to be gone."""
 
     marked: list[Graph] = field(default_factory=list)
+    one_has_gone: bool = False
 
 
 state = kept(Graphs())
@@ -45,18 +52,31 @@ def mark(root):
     number = counters.backwards
     if root is None or root.grad_fn is None or number >= MOST or not looked_at(number):
         return
-    node = root.grad_fn
-    for _ in range(DEEP):
-        following = node.next_functions[0][0] if node.next_functions else None
-        if following is None or hasattr(following, "variable"):  # that node is a parameter's
-            break
-        node = following
-    note = Mark()
-    node.metadata[MARK] = note
-    state.marked.append(Graph(number, weakref.ref(note)))
+    marks = []
+    for node in _nodes_near(root.grad_fn):
+        note = Mark()
+        node.metadata[MARK] = note
+        marks.append(weakref.ref(note))
+    state.marked.append(Graph(number, marks))
+
+
+def _nodes_near(first):
+    """Return a node and those that follow, the nearest first; no parameter's node."""
+    found, waiting = {}, collections.deque([first])
+    while waiting and len(found) < NODES:
+        node = waiting.popleft()
+        if node not in found:
+            found[node] = None
+            following = [each for each, _ in node.next_functions if each is not None]
+            waiting.extend(each for each in following if not hasattr(each, "variable"))
+    return found
 
 
 def held():
-    """Return Step.graphs_held."""
-    state.marked = [each for each in state.marked if each.mark() is not None]
-    return sum(counters.backwards - each.number > AGE for each in state.marked)
+    """Return (Step.graphs_held, Step.graphs_since_start)."""
+    there = [each for each in state.marked if each.is_held()]
+    state.one_has_gone |= len(there) < len(state.marked)
+    state.marked = there
+    ages = [counters.backwards - each.number for each in there]
+    since_start = 0 if state.one_has_gone else sum(age > SOON for age in ages)
+    return sum(age > AGE for age in ages), since_start

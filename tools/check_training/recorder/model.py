@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ..records.data import Mode
 from ..records.model import BareCall, Buffers, Forward, Wrapped
-from . import gpu_times
+from . import generators, gpu_times
 from .counters import counters
 from .fingerprints import FIRST, bits, looked_at, random_state, readable, tensors_in
 from .hooks import after, around, safely
@@ -220,6 +220,7 @@ def _look_into(inputs, options, ddp, call):
     device = next((parameter.device for parameter in ddp.module.parameters()), None)
     if device is not None and (device.type == "cpu" or call < FIRST):
         seen["random_state"] = random_state(device)
+        seen["drew_since_batch"] = generators.drew_since_batch(device, seen["random_state"])
     return seen, device
 
 

@@ -267,6 +267,7 @@ def note_step(optimizer, known, parameters, batches):
     """Note a step that is about to be taken."""
     scalers = list(state.scalers) if known.step < FIRST else []
     gradients = prints([each.grad for each in parameters], known.step)
+    graphs_held, graphs_since_start = graphs.held()
     note(
         Step,
         optimizer=known.key,
@@ -291,7 +292,8 @@ def note_step(optimizer, known, parameters, batches):
         lost_hooks=_lost_hooks(parameters),
         bare=_bare(parameters, gradients),
         closures=known.closures_before,
-        graphs_held=graphs.held(),
+        graphs_held=graphs_held,
+        graphs_since_start=graphs_since_start,
     )
 
 

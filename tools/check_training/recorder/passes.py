@@ -264,6 +264,7 @@ def next_batch(args, kwargs):
         _end(known, stopped=isinstance(sys.exc_info()[1], StopIteration))
         return
     counters.batches += 1
+    generators.note_batch()
     if known is None:
         return
     if known.states:

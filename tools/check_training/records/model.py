@@ -36,6 +36,8 @@ class Forward(Record):
     batch: list[int] | None = None  # bits of the first three tensors; None: not looked at
     random_state: int | None = None  # bits of the generator's state before; None: not looked at
     drew: bool | None = None  # it drew random numbers; None: not looked at
+    # Numbers were drawn between the batch that a loader gave and this call; None: not looked at.
+    drew_since_batch: bool | None = None
 
 
 @dataclass(slots=True)

@@ -61,6 +61,8 @@ class Step(Record):
     closures: int = 0  # so often the step before has called the closure that it was given
     # Of the graphs of the first backward passes, those that are still held after 100 more passes.
     graphs_held: int = 0
+    # The same after 30 more passes; 0 as soon as the graph of any pass before is gone.
+    graphs_since_start: int = 0
 
 
 @dataclass(slots=True)

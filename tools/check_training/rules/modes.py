@@ -85,28 +85,40 @@ def same_numbers_in_each_step(run):
 
 @rule("random", unless={"random"})
 def same_numbers_on_ranks(run):
-    """Ranks draw the same dropout masks.
+    """Ranks draw the same dropout masks, or the same noise for their batches.
 
     It is a question: one seed on all ranks weakens dropout, and is no error.
 
     Looks alike, and is right: nothing is drawn.
     """
     for forwards in run.forwards():
-        states = {rank: states_before_draws(of) for rank, of in forwards.of.items()}
-        for rank, mine in states.items():
-            twins = [
-                other
-                for other, others in states.items()
-                if other >= rank and draw_alike(mine, others)
-            ]
-            if len(twins) > 1:
+        inside = {rank: states_before_draws(of) for rank, of in forwards.of.items()}
+        before = {rank: states_after_draws(of) for rank, of in forwards.of.items()}
+        for states, place in (
+            (inside, "in their forward passes"),
+            (before, "between a batch and its forward pass"),
+        ):
+            twins = ranks_that_draw_alike(states)
+            if twins:
+                line = [*forwards.of[twins[0]].values()][-1].line
                 yield Question(
-                    f"{in_words(twins, run)} draw the same random numbers (dropout, noise) in their"
-                    " forward passes",
+                    f"{in_words(twins, run)} draw the same random numbers (dropout, noise) {place}"
+                    f" ({line})",
                     "seed by rank after the model is built, unless they must draw alike",
                     "recipes/randomness.py",
+                    once="draw alike",
                 )
-                return
+
+
+def ranks_that_draw_alike(states):
+    """Return the first ranks whose states are alike, at least two, or []. states: {rank: ...}."""
+    for rank, mine in states.items():
+        twins = [
+            other for other, others in states.items() if other >= rank and draw_alike(mine, others)
+        ]
+        if len(twins) > 1:
+            return twins
+    return []
 
 
 def states_before_draws(forwards):
@@ -115,6 +127,15 @@ def states_before_draws(forwards):
         number: each.random_state
         for number, each in forwards.items()
         if each.drew and each.training
+    }
+
+
+def states_after_draws(forwards):
+    """Return {number: Forward.random_state} of those before which the script has drawn numbers."""
+    return {
+        number: each.random_state
+        for number, each in forwards.items()
+        if each.drew_since_batch and each.training
     }
 
 

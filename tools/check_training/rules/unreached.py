@@ -79,19 +79,29 @@ def said_of(run, optimizer, places, count, ranks):
 def graphs_are_held(run):
     """The graphs of many backward passes are held, a hundred passes later.
 
-    It is a question: what holds them is not seen. Looks alike, and is right: sums that are set back
-    earlier, backpropagation through some steps, caches of loaders, lists of numbers.
+    Or, in a shorter run, those of all passes. It is a question: what holds them is not seen. Looks
+    alike, and is right: sums that are set back earlier, backpropagation through some steps, the
+    last so many losses, caches of loaders, lists of numbers.
     """
     for rank in run.ranks.values():
         for steps in rank.steps.values():
             many = [step for step in steps.values() if step.graphs_held >= COUNTED]
+            last = [*steps.values()][-3:]
             if len(many) > 2:
-                yield Question(
-                    f"before step {many[-1].number + 1}, autograd still holds the graphs of"
-                    f" {many[-1].graphs_held} backward passes that were made more than 100 passes"
-                    f" before ({many[-1].backward_line})",
-                    "memory grows in each step: is a loss added up (total += loss), or an output"
-                    " kept in a list? Take loss.item(), or .detach()",
-                    "pitfalls/README.md#it-costs-too-much",
-                    once="graphs",
+                step = many[-1]
+                which = (
+                    f"graphs of {step.graphs_held} backward passes that were made more than 100"
+                    " passes before"
                 )
+            elif all(each.graphs_since_start >= COUNTED for each in last):
+                step, which = last[-1], "graph of each backward pass that was looked at"
+            else:
+                continue
+            yield Question(
+                f"before step {step.number + 1}, autograd still holds the {which}"
+                f" ({step.backward_line})",
+                "memory grows in each step: is a loss added up (total += loss), or an output"
+                " kept in a list? Take loss.item(), or .detach()",
+                "pitfalls/README.md#it-costs-too-much",
+                once="graphs",
+            )

@@ -90,7 +90,7 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-    # The proofs. (The model is in eval mode now: if layers are left out then, delete the first.)
+    # The proofs, in eval mode. (Does your model skip layers there? Delete compare_gradients.)
     compare_gradients(model, loader, device)
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
@@ -100,7 +100,7 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    no_bar = dist.get_rank() > 0 or None  # None, on rank 0: a bar, if this is a terminal
+    no_bar = dist.get_rank() > 0 or None  # None (rank 0): tqdm draws a bar on a terminal
     for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
@@ -161,7 +161,7 @@ def check_replicas(model):
     return digests[0]
 
 
-# ---- The lesson ends here. Below: the model, the data, and what each script needs. ----
+# ---- The lesson ends here. Below: the model, the data, and what all scripts share. ----
 
 
 class Net(nn.Module):

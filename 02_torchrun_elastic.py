@@ -93,7 +93,7 @@ def train(device, args):
         accuracy = evaluate(model, test_set, device)
         check_replicas(model)  # a collective, so outside the "if" below
         due = epoch % args.save_every == 0 or epoch == args.total_epochs
-        if due and rank == 0:  # save what changes (a schedule, too): tensors, numbers
+        if due and rank == 0:  # save what changes (a schedule, too), as tensors and numbers
             save(
                 {
                     "model": model.module.state_dict(),
@@ -116,7 +116,7 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    no_bar = dist.get_rank() > 0 or None  # None, on rank 0: a bar, if this is a terminal
+    no_bar = dist.get_rank() > 0 or None  # None (rank 0): tqdm draws a bar on a terminal
     for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
@@ -172,8 +172,8 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Else a resumed run would begin with the first buckets where an unbroken one has the second,
-    # and add up in another order, to other bits. (On two ranks, a + b = b + a.)
+    # Else a resumed run would begin in the old order, where an unbroken one has the new one. It
+    # would add up otherwise, to other bits. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward changes BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -191,7 +191,7 @@ def check_replicas(model):
     return digests[0]
 
 
-# ---- The lesson ends here. Below: the model, the data, and what each script needs. ----
+# ---- The lesson ends here. Below: the model, the data, and what all scripts share. ----
 
 
 class Net(nn.Module):

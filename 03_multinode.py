@@ -141,7 +141,7 @@ def train_epoch(model, loader, optimizer, device):
     model.train()
     start = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, images
-    no_bar = dist.get_rank() > 0 or None  # None, on rank 0: a bar, if this is a terminal
+    no_bar = dist.get_rank() > 0 or None  # None (rank 0): tqdm draws a bar on a terminal
     for images, labels in tqdm(loader, leave=False, disable=no_bar):
         images, labels = images.to(device), labels.to(device)
         loss = cross_entropy(model(images), labels)  # your loss: a mean over the examples
@@ -216,8 +216,8 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Else a resumed run would begin with the first buckets where an unbroken one has the second,
-    # and add up in another order, to other bits. (On two ranks, a + b = b + a.)
+    # Else a resumed run would begin in the old order, where an unbroken one has the new one. It
+    # would add up otherwise, to other bits. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward changes BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -235,7 +235,7 @@ def check_replicas(model):
     return digests[0]
 
 
-# ---- The lesson ends here. Below: the model, the data, and what each script needs. ----
+# ---- The lesson ends here. Below: the model, the data, and what all scripts share. ----
 
 
 class Net(nn.Module):

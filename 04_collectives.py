@@ -437,7 +437,7 @@ class BucketedDDP(nn.Module):
                 p.grad.copy_(mean.view_as(p))
 
 
-# ---- The lesson ends here. Below: what each script needs. ----
+# ---- The lesson ends here. Below: what all scripts share. ----
 
 # New names: older versions of torch, and most texts, have the old ones alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

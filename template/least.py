@@ -50,7 +50,7 @@ def main():
         error = validate(model, validation_set, device)
         if error < best:
             best = error
-            if snapshot.writer:  # true in one process on each machine
+            if snapshot.writer:  # true in one process for each disk
                 survive.save(model.module.state_dict(), "best.pt")
         survive.log(f"epoch {epoch}: validation {error:.4f}, best {best:.4f}")
         snapshot.save(step=epoch + 1, best=best)

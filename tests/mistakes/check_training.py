@@ -955,7 +955,7 @@ MISTAKES = {
             **after(LOSS, "kept.append(loss)"),
         },
         "graphs_are_held",
-        r"question: before step \d+, autograd still holds the graphs of \d+ backward passes",
+        r"question: before step \d+, autograd still holds the graphs of \d+ of the backward",
         BACK,
         False,
     ),
@@ -2069,3 +2069,33 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         STEP: "            optimizer.step(closure)\n",
     },
 }
+
+ASKED = {"import gc\n": "import gc, importlib.util; importlib.util.find_spec('torch')\n"}
+COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it prints)
+    (ASKED, 0, r"\nnothing found\nlooked at: ranks 2, starts 1; of a rank: steps 80"),
+    (
+        BY_HAND
+        | before(
+            RANK_0,
+            "import torch.distributed.checkpoint as dcp\n"
+            "        dcp.save({'model': model.state_dict()}, checkpoint_id=f'saved{epoch}')",
+        ),
+        0,
+        r"(?s)\n   0 .{39} -  .*not seen: what torch.distributed.checkpoint saves; forward\s",
+    ),
+    (
+        before(RANK_0, "if dist.get_rank() == 0: dist.all_gather_object([None] * 2, 1)"),
+        1,
+        r"found: it stands still for 4 s: rank 0 in all_gather_object at many_pro\w+.py:\d+; ",
+    ),
+    (
+        {"group(backend)": "group('none')"},
+        1,
+        r"(?s)fails, with status 1.*\(many_pr\w+.py:",
+    ),
+    (
+        before(RANK_0, "if dist.get_rank() == 0: dist.all_reduce(torch.ones(5))"),
+        1,
+        r"(?s)the ranks are in\s+different\s+calls: rank 0 in all_reduce .*rank 1 in backward",
+    ),
+]

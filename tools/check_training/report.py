@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from . import gaps, gpu_times, links, machines, times
 from .findings import Found, judge_all
 from .records.files import Save
-from .records.model import Buffers
+from .records.model import Buffers, Forward
 from .records.optimizer import ModelCopy
 from .rules import RULES
 from .watching import ALONE
@@ -18,6 +18,7 @@ TOP = pathlib.Path(__file__).absolute().parents[2]  # where the pages are
 COLUMNS = 100  # of a printed line
 NOT_LOOKED_INTO = {  # {a name in FEATURES: what is not seen of it}
     "shards": "the weights of DTensors or FSDP (their ranks hold parts)",
+    "sharded saves": "what torch.distributed.checkpoint saves",
     "to_one": "what ranks send to each other one by one (a pipeline)",
     "groups": "which groups should hold the same weights, where DDP does not say so",
     "join": "weights and unequal shares, as Join is used",
@@ -231,6 +232,8 @@ def what_was_not_seen(records):
     features = set().union(*(run.features for run in records.runs))
     unseen = [text for feature, text in NOT_LOOKED_INTO.items() if feature in features]
     unseen += what_was_not_seen_of_data(records)
+    if not any(rank.records(Forward) for rank in ranks):
+        unseen.append('forward passes outside DDP (their time is in "rest")')
     if not any(rank.records(Buffers) for rank in ranks):
         unseen.append("buffers (those of DDP's models are compared in step 9)")
     if len(records.runs) < 2:

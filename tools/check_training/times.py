@@ -204,7 +204,10 @@ def line_of(rank, steps, shown=COLUMNS):
     totals = sorted(row[WHOLE] for row in steps.values())
     left_out = len(totals) // 20  # at each end
     spread = f"{milliseconds(totals[left_out])} to {milliseconds(totals[-1 - left_out])}"
-    columns = [f"{milliseconds(medians[name]):>{2 + len(name)}}" for name in shown]
+    texts = {name: milliseconds(medians[name]) for name in shown}
+    if not any(row.get("forward") for row in steps.values()):
+        texts["forward"] = "-"  # no DDP object is called
+    columns = [f"{texts[name]:>{2 + len(name)}}" for name in shown]
     return f"{rank:4} {milliseconds(statistics.median(totals)):>7} {spread:>15}{''.join(columns)}"
 
 

@@ -12,9 +12,9 @@ from ..records.files import Load, Move, OtherFile, Save
 from . import model, optimizer, state_dicts
 from .counters import counters
 from .fingerprints import keys_in
-from .hooks import RAISED, after, around
+from .hooks import RAISED, after, around, before
 from .machine import folder_of
-from .notebook import count, note, now, stand
+from .notebook import count, note, now, stand, uses
 from .script_lines import where
 from .times import span
 
@@ -89,6 +89,13 @@ def _load(file):
         has_optimizer=keys >= OF_OPTIMIZERS,
     )
     stand("")
+
+
+@before("torch.distributed.checkpoint.state_dict_saver", "save")
+@before("torch.distributed.checkpoint.state_dict_saver", "async_save")
+def save_shards(args, kwargs):
+    """Note that ranks save their shards; what they save is not looked at."""
+    uses("sharded saves")
 
 
 @after(pickle, "dump")

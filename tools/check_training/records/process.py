@@ -65,6 +65,7 @@ FEATURES = {
     "shards": "parameters of other types than Tensor: DTensor, FSDP's",
     "to_one": "sending to one rank, a pipeline; and RPC",
     "groups": "groups of its own",
+    "sharded saves": "torch.distributed.checkpoint",
     "join": "torch's Join, for unequal numbers of batches",
 }
 

@@ -95,7 +95,7 @@ def is_in_order(one):
 
 @rule(unless={"data", "split"})
 def other_sets(run):
-    """A sampler shares out sets that differ by rank: the rest of each is never seen.
+    """A sampler shares out sets that differ by rank: the rest of each is not seen in that pass.
 
     It is a question: each rank's set may be its own.
     """
@@ -111,7 +111,7 @@ def other_sets(run):
                 f"each rank has another dataset ({loader.line}), and {sampler_in_words(firsts[0])}"
                 f" takes 1 of {run.world_size} items of it",
                 "is it made of random numbers without a seed, or shared out twice? The rest is"
-                " never seen",
+                " not seen in that pass",
                 "pitfalls/unseeded_dataset.py",
                 once="other sets",
             )

@@ -239,7 +239,7 @@ def races(file, reader, load):
 
 @rule()
 def saves_the_wrapper(run):
-    """The state of the DDP object is saved: another script cannot load it.
+    """The state of the DDP object is saved, whose names a model without DDP does not have.
 
     It is a question: the same script loads it into a DDP object.
     """
@@ -247,7 +247,8 @@ def saves_the_wrapper(run):
         if save.names_of_wrapper:
             yield Question(
                 f'{save.line} saves the state of the DDP object: its names begin with "module."',
-                "another script cannot load it: save model.module.state_dict()",
+                "a model without DDP has other names: save model.module.state_dict(), and load that"
+                " into model.module",
                 KEYS,
             )
 

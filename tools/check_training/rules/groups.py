@@ -29,7 +29,7 @@ def no_group(ranks):
     kind = Found if train_the_same(alone) or save_to_one_file(alone) else Question
     yield kind(
         f"{len(alone)} processes train, and none calls init_process_group(): so many models",
-        "the last one that writes the file wins",
+        "each learns from its own data alone: no gradient is exchanged",
         "docs/how_a_job_starts.md#six-parts",
     )
 

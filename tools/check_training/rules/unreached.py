@@ -90,8 +90,8 @@ def graphs_are_held(run):
             if len(many) > 2:
                 step = many[-1]
                 which = (
-                    f"graphs of {step.graphs_held} backward passes that were made more than 100"
-                    " passes before"
+                    f"graphs of {step.graphs_held} of the backward passes that were looked at, made"
+                    " more than 100 passes before"
                 )
             elif all(each.graphs_since_start >= COUNTED for each in last):
                 step, which = last[-1], "graph of each backward pass that was looked at"

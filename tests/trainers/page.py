@@ -2,6 +2,8 @@
 
 import re
 
+ALL_WENT_ON = "3 of 3 rounds ended equal, 3 of these went on"
+
 
 def page(text, rows, trainers):
     """Return a page with its tables written anew.
@@ -24,12 +26,11 @@ def right(rows, known):
     yield "|---|---|---|---|"
     tried = [row for row in rows if not row["mistake"] and "with" in row]
     for row in tried:
-        said = sentences(row["said"], "nothing found")
+        said = sentences(row["said"])
         same = [
             other["way"]
             for other in tried
-            if (other["trainer"], sentences(other["said"], "nothing found"))
-            == (row["trainer"], said)
+            if (other["trainer"], sentences(other["said"])) == (row["trainer"], said)
         ]
         if row["way"] != same[0]:
             continue  # it stands in the row of another way
@@ -65,12 +66,15 @@ def expected(each, trainer):
     return any(re.search(pattern, each["what"]) for pattern in trainer.says)
 
 
-def sentences(said, nothing):
-    """Return what check_training said, each sentence with its level, and most without its place."""
+def sentences(said):
+    """Return what check_training said, each sentence with its level, and most without its place.
+
+    A dash stands for "nothing found".
+    """
     words = {"found": "found", "asked": "question"}
     return (
         "<br>".join(f"{words[each['level']]}: {without_places(each['what'])}" for each in said)
-        or nothing
+        or "-"
     )
 
 
@@ -82,14 +86,17 @@ def without_places(sentence):
 
 
 def verdict(row):
-    """Return kill_test's total, and what it says of the rounds that were not as they should."""
+    """Return kill_test's total, and what it says of the rounds that were not as they should.
+
+    A dash stands for ALL_WENT_ON.
+    """
     lines = row.get("kill", {}).get("lines", [])
     total = [line.partition(";")[0] for line in lines if re.match(r"\d+ of \d+ rounds", line)]
     others = set()
     for line in lines:
         if match := re.match(r"round \d+: (?!equal, went on)([^;:]*)", line):
             others.add(match[1])
-    return "<br>".join(total + sorted(others))
+    return "-" if total == [ALL_WENT_ON] else "<br>".join(total + sorted(others))
 
 
 def cells(*texts):

@@ -47,9 +47,11 @@ def right(rows, known):
 
 
 def mistakes(rows, known):
-    """Yield the lines of the table of mistakes: a row for each trainer, a column for each level."""
+    """Yield the lines of the table of mistakes: a column for each level, and a row for each trainer,
+    or for several of which the same is said."""
     yield "| Trainer | found | question | nothing |"
     yield "|---|---|---|---|"
+    titles = {}  # {what is said: of which trainers}
     for trainer in known.values():
         wrong = {"found": [], "asked": [], "nothing": []}
         for row in rows:
@@ -58,7 +60,10 @@ def mistakes(rows, known):
                 level = min(more, key=["found", "asked"].index, default="nothing")
                 wrong[level].append(row["wrong"])
         if any(wrong.values()):
-            yield cells(trainer.title, *(";<br>".join(each) or "-" for each in wrong.values()))
+            columns = tuple(";<br>".join(each) or "-" for each in wrong.values())
+            titles.setdefault(columns, []).append(trainer.title)
+    for columns, same in titles.items():
+        yield cells(", ".join(same), *columns)
 
 
 def expected(each, trainer):

@@ -47,8 +47,10 @@ def right(rows, known):
 
 
 def mistakes(rows, known):
-    """Yield the lines of the table of mistakes: a column for each level, and a row for each trainer,
-    or for several of which the same is said."""
+    """Yield the lines of the table of mistakes, with a column for each level.
+
+    Trainers of which the same is said have one row.
+    """
     yield "| Trainer | found | question | nothing |"
     yield "|---|---|---|---|"
     titles = {}  # {what is said: of which trainers}

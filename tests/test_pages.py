@@ -61,7 +61,7 @@ def test_the_page_of_trainers_has_the_tables_of_its_results(tmp_path):
     shutil.copy(ROOT / "tools/trainers.md", page)
     run(PYTHON, ROOT / "tests/trainers", "--page", page, cwd=tmp_path).ok()
     assert page.read_text() == (ROOT / "tools/trainers.md").read_text()
-    assert page.read_text().count("| - | ") > 5
+    assert page.read_text().count("nothing found") > 5
 
 
 def test_the_table_of_variables_is_what_torchrun_sets():
@@ -184,7 +184,7 @@ def test_each_row_of_a_table_has_the_cells_of_its_header():
             tables += 1
             for row in rows:
                 assert row.endswith("|") and row.count("|") == header.count("|"), (document, row)
-    assert tables > 20
+    assert tables > 25
 
 
 # ---- The pictures: each is drawn from committed logs, and a page shows it ----

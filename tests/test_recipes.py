@@ -104,12 +104,15 @@ def test_runs_on_another_number_of_ranks_and_as_on_a_gpu(tmp_path, name):
     ).ok()
 
 
-def test_the_page_of_the_recipes_has_each_question():
-    page = re.sub(r"\n  (?=\S)", " ", (ROOT / "recipes/README.md").read_text())
-    lines = re.findall(r"^- \[(\w+)\]\((\w+)\.py\): (.+\?)$", page, re.MULTILINE)
-    assert sorted(name for name, _, _ in lines) == NAMES
-    for name, file, question in lines:
-        assert docstring(name).startswith(f"{question}\n") and file == name
+def test_the_table_of_the_recipes_has_each_question():
+    table = re.findall(
+        r"^\| (.+\?) \| (.+) \| \[(\w+)\]\((\w+)\.py\) \|$",
+        (ROOT / "recipes/README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert sorted(name for _, _, name, _ in table) == NAMES
+    for question, answer, name, file in table:
+        assert docstring(name).startswith(f"{question}\n") and file == name and answer
 
 
 def test_a_recipe_is_a_proof_and_no_more():

@@ -11,7 +11,7 @@ test_recipes.py compares. These must be there, too:
 - tests/pasted/my_recipe.py: a plain script with a line "# PASTE" where the recipe's answer goes,
   which fails if the answer does not work. It sees what pasted/plain.py defines, moves its own
   tensors and models .to(device), and takes a step of an optimizer where the answer trains;
-- in recipes/README.md, a line with the docstring's question;
+- in recipes/README.md, its row, with the docstring's question;
 - in BROKEN, below, a row: the recipe's name, a pattern of the RuntimeError's message, the text that
   makes the recipe right (it must occur once), and what takes its place;
 - in SLOW of test_recipes.py, its name, if it takes more than two seconds.

@@ -1,7 +1,6 @@
 """What --write does: it keeps a report, and shows it as a table in tests/README.md."""
 
 import re
-from collections import defaultdict
 
 from started import ROOT
 
@@ -14,7 +13,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 NOT_TRIED = "not tried"
-LONGEST = 60  # characters of what has come of a script
+LONGEST = 60  # characters of a cell
 
 
 def write_page(folders):
@@ -41,7 +40,7 @@ def write_page(folders):
 
 
 def rows_of(report):
-    """The lines of the page: the machine, and a table of what has come of which scripts."""
+    """The lines of the page: the machine, and a table with a row for each script."""
     if not report.checks:
         return ["Not run."]
     machine = report.machine
@@ -52,16 +51,13 @@ def rows_of(report):
     lines = [where]
     if machine.sources != sources():
         lines += ["The code has changed since, and has not run on a GPU again."]
-    lines += ["", "| On one GPU | Which |", "|---|---|"]
-    names = defaultdict(list)
-    for name, on_a_gpu in {**scripts(report), **recipes(report), **others(report)}.items():
-        if len(on_a_gpu) > LONGEST:
+    lines += ["", "| What | On one GPU |", "|---|---|"]
+    seen = {**scripts(report), **recipes(report), **others(report)}
+    for name, on_a_gpu in seen.items():
+        if max(len(name), len(on_a_gpu)) > LONGEST:
             raise ValueError(f"more than {LONGEST} characters: {name}: {on_a_gpu}")
-        names[on_a_gpu].append(name)
-    in_order = sorted(
-        names, key=lambda each: (each.startswith(NOT_TRIED), each.startswith("fails"))
-    )
-    return lines + [f"| {each} | {', '.join(names[each])} |" for each in in_order]
+        lines.append(f"| {name} | {on_a_gpu} |")
+    return lines
 
 
 def scripts(report):

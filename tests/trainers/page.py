@@ -2,8 +2,6 @@
 
 import re
 
-ALL_WENT_ON = "3 of 3 rounds ended equal, 3 of these went on"
-
 
 def page(text, rows, trainers):
     """Return a page with its tables written anew.
@@ -26,11 +24,12 @@ def right(rows, known):
     yield "|---|---|---|---|"
     tried = [row for row in rows if not row["mistake"] and "with" in row]
     for row in tried:
-        said = sentences(row["said"])
+        said = sentences(row["said"], "nothing found")
         same = [
             other["way"]
             for other in tried
-            if (other["trainer"], sentences(other["said"])) == (row["trainer"], said)
+            if (other["trainer"], sentences(other["said"], "nothing found"))
+            == (row["trainer"], said)
         ]
         if row["way"] != same[0]:
             continue  # it stands in the row of another way
@@ -47,13 +46,9 @@ def right(rows, known):
 
 
 def mistakes(rows, known):
-    """Yield the lines of the table of mistakes, with a column for each level.
-
-    Trainers of which the same is said have one row.
-    """
+    """Yield the lines of the table of mistakes: a row for each trainer, a column for each level."""
     yield "| Trainer | found | question | nothing |"
     yield "|---|---|---|---|"
-    titles = {}  # {what is said: of which trainers}
     for trainer in known.values():
         wrong = {"found": [], "asked": [], "nothing": []}
         for row in rows:
@@ -62,10 +57,7 @@ def mistakes(rows, known):
                 level = min(more, key=["found", "asked"].index, default="nothing")
                 wrong[level].append(row["wrong"])
         if any(wrong.values()):
-            columns = tuple(";<br>".join(each) or "-" for each in wrong.values())
-            titles.setdefault(columns, []).append(trainer.title)
-    for columns, same in titles.items():
-        yield cells(", ".join(same), *columns)
+            yield cells(trainer.title, *(";<br>".join(each) or "-" for each in wrong.values()))
 
 
 def expected(each, trainer):
@@ -73,15 +65,12 @@ def expected(each, trainer):
     return any(re.search(pattern, each["what"]) for pattern in trainer.says)
 
 
-def sentences(said):
-    """Return what check_training said, each sentence with its level, and most without its place.
-
-    A dash stands for "nothing found".
-    """
+def sentences(said, nothing):
+    """Return what check_training said, each sentence with its level, and most without its place."""
     words = {"found": "found", "asked": "question"}
     return (
         "<br>".join(f"{words[each['level']]}: {without_places(each['what'])}" for each in said)
-        or "-"
+        or nothing
     )
 
 
@@ -93,17 +82,14 @@ def without_places(sentence):
 
 
 def verdict(row):
-    """Return kill_test's total, and what it says of the rounds that were not as they should.
-
-    A dash stands for ALL_WENT_ON.
-    """
+    """Return kill_test's total, and what it says of the rounds that were not as they should."""
     lines = row.get("kill", {}).get("lines", [])
     total = [line.partition(";")[0] for line in lines if re.match(r"\d+ of \d+ rounds", line)]
     others = set()
     for line in lines:
         if match := re.match(r"round \d+: (?!equal, went on)([^;:]*)", line):
             others.add(match[1])
-    return "-" if total == [ALL_WENT_ON] else "<br>".join(total + sorted(others))
+    return "<br>".join(total + sorted(others))
 
 
 def cells(*texts):

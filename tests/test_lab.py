@@ -157,15 +157,14 @@ def test_the_story_of_the_document(tmp_path, request):
     assert len(lines) > 8 and set(masked(lines)) <= set(masked(output.splitlines()))
 
 
-@pytest.mark.parametrize(("way", "ranks"), [("by hand", 2), ("torch.distributed.launch", 4)])
-def test_the_old_ways_of_the_document(tmp_path, lab, way, ranks):
-    block = shown.block(way).replace("\\\n", " ")
+def test_the_start_by_hand_of_the_document(tmp_path, lab):
+    block = shown.block("by hand").replace("\\\n", " ")
     calls = re.findall(r"^(.*) +# on (node\d)$", block, re.MULTILINE)
     assert [node for _, node in calls] == ["node1", "node2"]
     with_scripts(tmp_path)
     results = lab.run(*((node, "bash", "-c", command) for command, node in calls))
     assert all(result.status == 0 for result in results), results
-    assert results[0].lines(0)[-1].startswith(f"{ranks} replicas are identical, sha256 ")
+    assert results[0].lines(0)[-1].startswith("2 replicas are identical, sha256 ")
     assert list(results[0].epochs()) == [1, 2, 3, 4, 5]
 
 

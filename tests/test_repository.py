@@ -54,7 +54,6 @@ NOT_RUN = {
         "it runs these tests"
     ),
     'pytest .*-m "long or not long" tests/test_check_training.py .*': "it runs these tests",
-    "python tests/test_recipes_pasted.py my_recipe > pasted.py": "writes what these tests run",
     r".+ (recipes/(?!acc|agree)|pitfalls/(?!col|no_d|or|own|small_s|sta\S+y$))\w+.py( --fixed)?": (
         "test_recipes.py and test_pitfalls.py run it, in forked processes"
     ),

@@ -315,7 +315,22 @@ CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 
 
 # {mistake: (changes, the rule, what is said, the text of the line that is named, plain pytest?)}
+BOOTSTRAP = (
+    "    sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=1024)\n"
+)
 MISTAKES = {
+    "an ensemble whose answers meet": (  # each rank trains a member; only their answers meet
+        {
+            "torch.manual_seed(0)": "torch.manual_seed(dist.get_rank())",
+            WRAP: "",
+            "model.module.state": "model.state",
+            **after(REDUCE, "dist.all_gather([torch.zeros(32) for _ in range(2)], torch.ones(32))"),
+        },
+        "weights_come_apart",
+        "question: the weights of all ranks come apart at step 1 .* nothing is averaged in",
+        STEP,
+        False,
+    ),
     "no DDP": (
         {WRAP: "", "model.module.state": "model.state"},
         "weights_come_apart",
@@ -1933,6 +1948,10 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         EPOCHS: "    kept = []\n" + EPOCHS.replace("5", "10"),
         **after(SET_EPOCH, "total = 0"),
         **after(LOSS, "total = total + loss; kept.append(loss.detach())"),
+    },
+    "a bootstrap on each rank": {
+        SAMPLER: SEED + BOOTSTRAP,
+        SET_EPOCH: "",
     },
     "the last forty losses": {
         EPOCHS: "    import collections; last = collections.deque(maxlen=40)\n" + EPOCHS,

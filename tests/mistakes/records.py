@@ -162,7 +162,8 @@ SETS = [
         run_of(a_pass(0, start={"chosen": [3]}), a_pass(1, start={"chosen": [4]})),
     ),
     ("whole_set_on_each_rank", Found, both(a_pass, start={"chosen": [3]})),
-    ("whole_set_on_each_rank", Question, run_of(a_pass(0), a_pass(1, progress={"index_sum": 9}))),
+    # Each rank draws with replacement: other items come.
+    ("whole_set_on_each_rank", NOTHING, run_of(a_pass(0), a_pass(1, progress={"index_sum": 9}))),
     ("sampler_told_wrong", Found, run_of(*WRONG_RANK)),
     ("sampler_told_wrong", Found, both(dealt, start={"replicas": 4})),
     ("sampler_told_wrong", Found, run_of(dealt(0, ddp=False), dealt(0, ddp=False))),
@@ -585,6 +586,20 @@ def each_second_step():
     return run_of(*ranks)
 
 
+def late_clips():
+    """Return the Run of two ranks that begin to cut after some steps; each tenth step is noted."""
+    run = clipped(count=100, in_step=range(100))
+    ranks = []
+    for rank in run.ranks.values():
+        looked_at = [
+            each for each in rank.all_records()[1:] if getattr(each, "number", 0) % 10 == 0
+        ]
+        for clip in rank.records(Clip):
+            clip.norm = clip.norm if clip.number > 50 else 0.1
+        ranks.append(looked_at)
+    return run_of(*ranks)
+
+
 def bare(places, count=30, rates=(0.1,), shapes=None, **fields):
     """Return the Run of two ranks. places: of parameters without a gradient, by rank."""
     ranks = [
@@ -620,7 +635,8 @@ STEPS += [
     ("clips_before_the_exchange", NOTHING, clipped(norms=(2.0, 2.0001))),  # after the exchange
     ("clips_before_the_exchange", NOTHING, clipped(most=3.0)),  # nothing is cut
     ("clips_before_the_exchange", NOTHING, clipped(most=None)),
-    ("clips_before_the_exchange", NOTHING, clipped(in_step=range(1, 8))),  # too few to tell
+    ("clips_before_the_exchange", NOTHING, clipped(in_step=range(1, 4))),  # too few to tell
+    ("clips_before_the_exchange", Question, late_clips()),
     ("clips_before_the_exchange", NOTHING, clipped(key="o2")),  # another optimizer's
     ("clips_before_the_exchange", NOTHING, each_second_step()),  # calls of several steps
     ("clips_before_the_exchange", NOTHING, clipped(firsts=(0, 1))),  # other calls by rank

@@ -11,6 +11,7 @@ from ..words import differ, most, on_each
 from .apart import places_that_differ, wrapper_of
 from .pages import CLIP
 
+LEAST = 4  # steps in which a rank's gradients are cut
 ROUNDING = 1e-3  # norms that differ less, as parts of the larger one, are equal
 
 
@@ -40,8 +41,8 @@ def clips_before_the_exchange(run):
         steps = steps.only([rank for rank in members if rank in steps.of])
         if len(steps.of) < 2:
             continue
-        compared, apart = calls_before_steps(run, steps)
-        if most(len(apart), compared):
+        cut, apart = calls_before_steps(run, steps)
+        if most(len(apart), cut, least=LEAST):
             first = apart[0]
             norms = {rank: f"{norm:.3g}" for rank, norm in sorted(first.norms.items())}
             yield Question(
@@ -55,11 +56,12 @@ def clips_before_the_exchange(run):
 
 
 def calls_before_steps(run, steps):
-    """Return (how many steps have calls that can be compared, a ClippedApart of each with such).
+    """Return (in how many steps a rank's gradients are cut, a ClippedApart of each with such).
 
-    steps: a Steps. Two steps in a row must be noted, and all calls between them.
+    steps: a Steps. The calls of a step are known if the step before is noted, too, or if each step
+    so far has had one call.
     """
-    compared, apart = 0, []
+    cut, apart = 0, []
     clips = {
         rank: [
             clip
@@ -80,9 +82,13 @@ def calls_before_steps(run, steps):
             for rank in row
         }
         called = [*between.values()]
-        if number != before + 1 or not called[0] or differ(map(sorted, called)):
+        if not called[0] or differ(map(sorted, called)):
             continue
-        compared += 1
+        if number != before + 1 and [*called[0]] != [number]:
+            continue
+        if not any(clip.norm > clip.most for mine in called for clip in mine.values()):
+            continue
+        cut += 1
         if places_that_differ([*row.values()], "gradients"):
             continue
         for place in called[0]:
@@ -91,7 +97,7 @@ def calls_before_steps(run, steps):
                 norms = {rank: clip.norm for rank, clip in calls.items()}
                 apart.append(ClippedApart(number, called[0][place].line, norms))
                 break
-    return compared, apart
+    return cut, apart
 
 
 def is_cut_apart(clips):

@@ -198,6 +198,9 @@ def goes_through_the_whole(firsts):
         return False
     if any(each.takes_a_part for each in firsts):
         return False
+    are_over = all(each.progress.exhausted for each in firsts)
+    if are_over and differ(each.progress.index_sum for each in firsts):  # with replacement
+        return False
     return all(each.start.share == each.start.length and each.start.batches for each in firsts)
 
 

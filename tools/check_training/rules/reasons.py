@@ -23,14 +23,35 @@ class Reason:
     given_by: object  # the function of this file
 
 
+NOTHING_IN_STEPS = "no model is wrapped in DDP(), and nothing is averaged in the steps"
+
+
 # ---- No model is wrapped in DDP() ----
 
 
 def nothing_is_averaged(apart):
-    """There is no DDP, and no collective call that could average a parameter."""
+    """There is no DDP, and no collective call that could average a parameter in a step."""
     if not any((call.elements or 0) > 16 for call in apart.run.records(Call)):
         return "no model is wrapped in DDP()"
-    return ""
+    return "" if exchanges_in_steps(apart) else NOTHING_IN_STEPS
+
+
+def exchanges_in_steps(apart):
+    """Return whether calls with more than 16 numbers come between steps of an epoch.
+
+    Also if fewer than eight such pairs of steps were noted: then it is not known.
+    """
+    rank, steps = apart.run.ranks[apart.ranks[0]], apart.steps.of[apart.ranks[0]]
+    calls = [call.time for call in rank.records(Call) if (call.elements or 0) > 16]
+    pairs = [(steps[number - 1], step) for number, step in steps.items() if number - 1 in steps]
+    spans = [(before.time, step.time) for before, step in pairs]
+    spans = [span for span in spans if not any_between(rank.begins_of_epochs(), *span)]
+    return len(spans) < 8 or any(any_between(calls, *span) for span in spans)
+
+
+def any_between(times, begin, end):
+    """Return whether one of some times is after begin, and not after end."""
+    return any(begin < time <= end for time in times)
 
 
 def begin_with_other_weights(apart):

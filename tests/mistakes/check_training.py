@@ -319,6 +319,20 @@ BOOTSTRAP = (
     "    sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=1024)\n"
 )
 MISTAKES = {
+    "gradients on another model": (
+        {
+            EPOCHS: "    far = [each.detach().clone() for each in model.parameters()]\n"
+            "    outer = torch.optim.SGD(far, 0.1)\n" + EPOCHS,
+            STEP: STEP + "            outer.zero_grad()\n"
+            "            for its, own in zip(far, model.parameters()):\n"
+            "                own.grad = its - own.detach()\n"
+            "            outer.step()\n",
+        },
+        "no_gradient_at_all",
+        "found: none of the optimizer's 4 parameters .* ever has a gradient",
+        None,
+        False,
+    ),
     "an ensemble whose answers meet": (  # each rank trains a member; only their answers meet
         {
             "torch.manual_seed(0)": "torch.manual_seed(dist.get_rank())",
@@ -1948,6 +1962,42 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         EPOCHS: "    kept = []\n" + EPOCHS.replace("5", "10"),
         **after(SET_EPOCH, "total = 0"),
         **after(LOSS, "total = total + loss; kept.append(loss.detach())"),
+    },
+    "figures that begin anew and grow fast": {  # as PPO's distance from the old policy
+        EPOCHS: "    count = 0\n" + EPOCHS,
+        **after(
+            LOSS,
+            "figure = torch.tensor(1e-3 * 2.2 ** (count % 8))",
+            "dist.all_reduce(figure)",
+            "count += 1",
+        ),
+    },
+    "a shared evaluation, in batches of objects": before(
+        REDUCE,
+        "class Own: pass",
+        "def own(rows):",
+        "    it = Own(); it.x = inputs[rows]; time.sleep(0.01); return it, torch.arange(len(rows))",
+        "import time",
+        "shares = DistributedSampler(range(160), shuffle=False)",
+        "loss_of_tests = torch.zeros(())",
+        "model.eval()",
+        "with torch.no_grad():",
+        "    for it, _ in DataLoader(range(160), 10, sampler=shares, collate_fn=own):",
+        "        loss_of_tests += model.module(it.x).sum()",
+        "model.train()",
+        "dist.all_reduce(loss_of_tests)",
+    ),
+    "an outer optimizer, and a figure in each step": {
+        EPOCHS: "    far = [each.detach().clone() for each in model.parameters()]\n"
+        "    outer, shown = torch.optim.SGD(far, 0.1), []\n" + EPOCHS,
+        **after(
+            STEP,
+            "shown.append(loss.detach().clone())",
+            "dist.all_reduce(shown[-1])",
+            "if len(shown) % 8 == 0:",
+            "    for its, own in zip(far, model.parameters()): its.grad = its - own.detach()",
+            "    outer.step()",
+        ),
     },
     "a bootstrap on each rank": {
         SAMPLER: SEED + BOOTSTRAP,

@@ -53,7 +53,11 @@ def steps_of(rank):
     evaluations = sorted(evaluations_of(rank), key=lambda each: each.begin)
     with_workers = [each.start.time for each in rank.passes if each.start.workers]
     found = {}
+    last = -1
     for times in rank.records(StepTimes):
+        if times.number <= last:  # from here on, another optimizer is the main one
+            found.clear()
+        last = times.number
         spans = [span for span in times.spans if not is_of_an_evaluation(span, evaluations)]
         begins = [begin for begin in with_workers if spans and spans[0].begin <= begin < times.end]
         if begins:

@@ -119,11 +119,14 @@ def bits_of_memory(address, size):
 
 
 def _list_texts(listed, name, value):
-    """Add the Listed of a list or a dict of texts, or of tuples that begin with one."""
+    """Add the Listed of a list or a dict of texts, or of tuples that begin with one or a tensor."""
     if not value or not isinstance(next(iter(value)), (str, tuple)):
         return
     firsts = [item[0] if isinstance(item, tuple) and item else item for item in list(value)[:5000]]
-    entries = _without_folders([str(first) for first in firsts])
+    known = [_checked(first) for first in firsts]
+    if None in known:  # what else may stand there has another text in each process
+        return
+    entries = _without_folders([str(each) for each in known])
     listed[name] = Listed(_checksum(entries), _checksum(sorted(entries)))
 
 
@@ -149,8 +152,8 @@ def _list_dicts(listed, name, value, dataset):
 
 
 def _checked(value):
-    """Return what stands for a value of an item's dict, alike in all processes; None: unknown."""
-    if isinstance(value, (str, os.PathLike)):
+    """Return what stands for a value of an item, alike in all processes; None: unknown."""
+    if isinstance(value, (str, os.PathLike, int, float)):
         return str(value)
     if isinstance(value, torch.Tensor):
         return [bits(value, 64)] if readable(value) else None

@@ -76,24 +76,32 @@ def _reports_the_end(ready):
     return begins
 
 
-@after(torch_optimizer.Optimizer, "zero_grad")
-@after(torch.nn.Module, "zero_grad")
-def cleared(result, args, kwargs):
+@around(torch_optimizer.Optimizer, "zero_grad")
+@around(torch.nn.Module, "zero_grad")
+def cleared(args, kwargs):
     """Follow zero_grad() of an optimizer, or of a module, which may be another optimizer's.
 
     A wrapper may pass for an optimizer, whose parameters it has.
     """
     owner = args[0]
     groups = getattr(owner, "param_groups", None)
+    had_some = {each for each, known in optimizer.state.known.items() if _has_some(each, known)}
+    yield
     for each, known in optimizer.state.known.items():
         is_its_own = each.param_groups is groups
         if not is_its_own and not (groups is None and _nothing_left(known)):
             continue
-        if known.uncleared:
+        if each in had_some:
             known.cleared_after = known.uncleared
             if is_its_own and count("thrown away") < 500:
                 note(ThrownAway, line=where(), backwards=known.uncleared)
         known.stale, known.uncleared, known.mixed = False, 0, False
+
+
+def _has_some(each, known):
+    """Return whether an optimizer has gradients of backward passes since its last step."""
+    parameters = optimizer.parameters_of(each) if known.uncleared else ()
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def _nothing_left(known):

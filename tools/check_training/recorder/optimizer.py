@@ -22,7 +22,7 @@ from .hooks import after, around, at_start, safely
 from .notebook import count, note, now, open_files, site, uses
 from .script_lines import innermost_files, where
 from .state import kept
-from .times import span, step_ended
+from .times import begin_anew, span, step_ended
 
 SECOND_LOOK = 8  # in this step, parameters are listed again, and buffers are compared
 OPTIMIZERS_OF_RANKS = f"distributed{os.sep}optim"  # torch's ZeroRedundancyOptimizer, for one
@@ -48,6 +48,7 @@ class KnownOptimizer:
     stale: bool = False  # they may be there still
     smallest: weakref.ref | None = None  # the parameter with the smallest gradient
     smallest_bits: int = 0  # of this gradient; 0: it is gone, or zero
+    smallest_at: int = 0  # where this gradient is in memory
     uncleared: int = 0  # backward passes since its last step, or since zero_grad()
     others: int = 0  # steps of other optimizers since its last one
     mixed: bool = False  # as in Step
@@ -60,6 +61,12 @@ class KnownOptimizer:
         if gradient is None or not readable(gradient, self.step) or not bool(gradient.any()):
             return 0
         return bits(gradient)
+
+    def smallest_was_replaced(self):
+        """Return whether another tensor is in the place of the smallest gradient by now."""
+        parameter = None if self.smallest is None else self.smallest()
+        gradient = None if parameter is None else parameter.grad
+        return gradient is not None and _address_of(gradient) != self.smallest_at
 
 
 @dataclass
@@ -219,7 +226,7 @@ def look_at_step(optimizer, known, batches):
     if known.step == SECOND_LOOK and count("buffers") == 0:
         model.note_buffers(known.step)
         model_parameters.note_strays(known.step)
-    if known.backwards == counters.backwards:
+    if known.backwards == counters.backwards or known.smallest_was_replaced():
         known.stale = False  # gradients by hand
     note_step(optimizer, known, parameters, batches)
 
@@ -228,6 +235,8 @@ def _choose_main(known):
     """Choose the main optimizer anew, if this step shows that the first was that of a warm-up."""
     state.others = 0 if known.key == state.main else state.others + 1
     if state.main is None or state.others > 20:
+        if state.main is not None:
+            begin_anew()
         state.main = known.key
 
 
@@ -361,6 +370,11 @@ def end_step(optimizer):
         step_ended(number, end)
 
 
+def _address_of(gradient):
+    """Return where a gradient is in memory; 0: it does not say."""
+    return gradient.data_ptr() if type(gradient) is torch.Tensor else 0
+
+
 def _watch_gradients(optimizer, known):
     """Choose the smallest gradient of a step: the next one finds it if nobody clears it."""
     filled = [
@@ -369,6 +383,7 @@ def _watch_gradients(optimizer, known):
         if each.grad is not None and readable(each.grad, known.step)
     ]
     if filled:
-        known.smallest = weakref.ref(min(filled, key=lambda each: each.grad.numel()))
+        smallest = min(filled, key=lambda each: each.grad.numel())
+        known.smallest, known.smallest_at = weakref.ref(smallest), _address_of(smallest.grad)
         known.smallest_bits = known.smallest_gradient()
     known.stale = bool(filled and known.smallest_bits)

@@ -234,7 +234,8 @@ def collective(name, args, kwargs):
     if first is not None and first.device.type == "cpu":
         works.follow(result, name, fields["line"])
     if given is not None and not failed:
-        fields["again"] = totals.summed(name, args, given, fields["line"], group)
+        total = totals.summed(name, args, given, fields["line"], group)
+        fields["again"], fields["again_at_place"] = total.again, total.is_at_place
     if number < MOST_CALLS:
         note(Call, number=number, failed=failed, **fields)
 

@@ -98,6 +98,11 @@ def step_ended(number, end):
     state.last_end = now()  # without what the recorder took itself
 
 
+def begin_anew():
+    """Forget the step before: from now on, another optimizer is the main one."""
+    state.last_end = state.usual = None
+
+
 def _spans_of(stretches):
     return [Span(each.part, round(each.begin, 6), round(each.end, 6)) for each in stretches]
 

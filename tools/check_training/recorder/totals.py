@@ -27,6 +27,7 @@ class Total:
     given: list[float]  # what was given to the last one
     last: list[float]  # and what that has brought
     again: int  # as Call.again
+    is_at_place: bool = False  # as Call.again_at_place
 
 
 @dataclass
@@ -67,17 +68,20 @@ def _numbers_in(tensor, step):
 
 
 def summed(name, args, given, line, group):
-    """Return Call.again of a call that has ended. given: the numbers that it was given."""
+    """Return the Total of a call that has ended. given: the numbers that it was given."""
     tensor, place = args[name in GATHERS], (name, line, group)
-    total = state.known.get(tensor) or state.at_places.get(place)
+    in_place = state.known.get(tensor)
+    total = in_place or state.at_places.get(place)
     if total is None or not _goes_on(total, given):
         total = Total(first=given, given=given, last=given, again=-1)
+    elif in_place is None:
+        total.is_at_place = True
     state.known[tensor] = total
     if len(state.at_places) < PLACES:
         state.at_places[place] = total
     total.again += 1
     total.given, total.last = given, _brought(name, args, len(given))
-    return total.again
+    return total
 
 
 def _brought(name, args, count):

@@ -115,6 +115,7 @@ class Call(Record):
     # So many sums in a row were given what the sum before had brought, and something that was added
     # to it: in the same tensor, or at the same line. 0: none, or it was not looked at.
     again: int = 0
+    again_at_place: bool = False  # that was in other tensors at the same line
 
 
 @dataclass(slots=True)

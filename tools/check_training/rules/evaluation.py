@@ -343,7 +343,8 @@ def whole_evaluation_on_each_rank(run):
             for each in passes
         ]
         mean = sum(taken) / len(loader.passes)
-        the_same = all(bits) and not differ(bits)
+        drawn = [[each.progress.index_sum for each in of] for of in loader.passes.values()]
+        the_same = all(bits) and not differ(bits) and not differ(drawn)
         if the_same and mean > seconds / 30:
             yield Question(
                 f"every rank evaluates the whole set ({loader.line}): {mean / seconds:.0%} of the"

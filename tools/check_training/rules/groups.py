@@ -280,12 +280,17 @@ def total_summed_again(run):
     asked. (Figures that grow fast may come near to that.) Looks alike, and is right: a total
     that is set back, or divided by the number of ranks; a sum of a copy; a tensor to which nothing
     is added, as for a barrier; the largest of all (MAX); a total that one rank alone keeps. It may
-    be gathered, too, and added up by the script, or stand in another tensor each time.
+    be gathered, too, and added up by the script, or stand in another tensor each time, if it never
+    begins anew: figures that begin small and grow fast look alike there.
     """
     rows = collections.defaultdict(dict)  # {(name, line, group): {rank: the longest row}}
     for rank, calls in run.records_by_rank(Call).items():
+        begun = collections.Counter(
+            (call.line, call.again_at_place) for call in calls if call.again == 3
+        )
         for call in calls:
-            if call.again > 2:
+            begins_anew = call.again_at_place and begun[call.line, True] > 1
+            if call.again > 2 and not begins_anew:
                 row = rows[call.name, call.line, call.group]
                 row[rank] = max(call.again, row.get(rank, 0))
     for (name, line, group), longest in rows.items():

@@ -98,9 +98,11 @@ def many_small_calls(run):
 
     Looks alike, and is right: a few in each step, or in each call of a step's closure (LBFGS); many
     in an evaluation; those that torch makes in a forward, a backward or a step of its own.
+    The optimizer counts that takes most steps: several may come between two of another one.
     """
     rank = run.first
-    for steps in rank.steps.values():
+    if rank.steps:
+        steps = max(rank.steps.values(), key=max)
         between = small_calls(rank, steps)
         many = [
             calls

@@ -57,9 +57,15 @@ def about_disks(run):
     for machines, files in missing.items():
         if machines:
             yield (
-                f"{' and '.join(machines)} has no {' and no '.join(files)}, as another machine has:"
+                f"{' and '.join(machines)} has no {in_short(files)}, as another machine has:"
                 " does a rank there get the content from another one when it starts?"
             )
+
+
+def in_short(files):
+    """Return "a.pt and no b.pt" for names of files, of three at most."""
+    more = f", nor {len(files) - 3} others" if len(files) > 3 else ""
+    return " and no ".join(files[:3]) + more
 
 
 def names_on(machine):

@@ -80,6 +80,7 @@ def note_events(reference, run, steps, verdict):
             continue
         next_event = next((other for other in run.kills[number + 1 :] if other.restarted), None)
         after = note_cost(reference, run, event, next_event, steps)
+        note_steps_until_a_restart(run, event, next_event, steps)
         note_next_step(run, event, next_event)
         if text := about_an_old_snapshot(reference, run, event, steps, after):
             verdict.notes.append(text)
@@ -88,6 +89,23 @@ def note_events(reference, run, steps, verdict):
         elif went_on(reference, event, after, next_event):
             verdict.went_on = event.went_on = True
     return anew
+
+
+def note_steps_until_a_restart(run, event, next_event, steps):
+    """Count in an Event the steps, too, that came before it disturbed the others, and again later.
+
+    A machine that joins is met some steps later, for one.
+    """
+    end_line, end = (next_event.lines, next_event.seconds) if next_event else (math.inf, math.inf)
+    for world in run.worlds:
+        if not event.seconds < world.seconds <= end:
+            continue
+        printed = [each.line for each in run.printed_by if each.seconds <= world.seconds]
+        line = max(printed, default=0)
+        before = [step.place for step in steps if step.line <= line]
+        after = [step.place for step in steps if line < step.line <= end_line]
+        if before and after:
+            event.again = max(event.again, min(max(before), max(after)) - min(after) + 1)
 
 
 def about_an_old_snapshot(reference, run, event, steps, after):

@@ -290,13 +290,18 @@ def passes_differ_in_length(run):
         for number, row in enumerate(zip(*counts.values(), strict=False)):
             if max(row) - min(row) > 1 and max(row) > 1.02 * min(row):
                 kind = Found if run.wrapped and not go_by_steps else Question
+                promised = [of[number].start.batches for of in loader.passes.values()]
+                why = ""
+                if go_by_steps and differ(promised):
+                    why = "all take as many steps, so items of a shorter pass come more often"
+                elif go_by_steps:
+                    why = "all take as many steps: where do the other batches go?"
                 yield kind(
                     f"in pass {number + 1} over the loader ({loader.line}) the ranks train on other"
                     f" numbers of batches: {on_each(dict(zip(counts, row, strict=True)))}",
-                    "all take as many steps, so items of a shorter pass come more often"
-                    if go_by_steps
-                    else "",
+                    why,
                     "pitfalls/uneven_inputs.py",
+                    once="passes differ",
                 )
                 break
 

@@ -20,7 +20,7 @@ from forked import variant
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
 sys.path.insert(0, str(ROOT / "tools"))
-from kill_test import distance, events, lab, records, verdicts
+from kill_test import distance, events, judging, lab, records, verdicts
 
 KILL_TEST = ROOT / "tools/kill_test.py"
 TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
@@ -172,6 +172,25 @@ def test_two_halves_are_told_from_a_change_of_machines(until, moments, halves):
     assert (by_turns is not None) == (len(moments) > 1)
     run.worlds = [events.World(5.7, 1)]  # new ranks started between their steps
     assert verdicts.print_by_turns(run) is None
+
+
+def test_what_was_done_until_a_machine_was_met_is_done_again():
+    run = events.MachinesRun("/none")
+    steps, run.worlds = [], [events.World(4.5, 2)]
+    for moment, place in enumerate((0, 1, 2, 3, 0, 1, 2, 3, 4), 1):
+        run.printed_by.append(events.PrintedBy(moment, moment, "node1", None))
+        steps.append(judging.PrintedStep(moment, place))
+    event = events.Event("join", "node2 was started", 0, 2.5, 2, "", {}, set(), False)
+    verdicts.note_steps_until_a_restart(run, event, None, steps)
+    assert event.again == 4
+
+
+@pytest.mark.long
+def test_a_file_that_another_machine_has_is_named(tmp_path):
+    text = "import os; open('of' + os.environ['RANK'], 'w').write('1'); print('step 1')"
+    (tmp_path / "train.py").write_text(text)
+    result = played(tmp_path, 2, ["--file", "of1"], STATIC)
+    assert result.status == 2 and "node1 has no of1 at the end, but node2 has" in result.output
 
 
 @pytest.mark.parametrize(

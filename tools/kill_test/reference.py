@@ -1,6 +1,7 @@
 """What the undisturbed run has shown, to which each round is held."""
 
 import math
+import os
 import re
 from collections import Counter, defaultdict
 
@@ -149,6 +150,16 @@ def check_results(options, run, finals):
         )
     for name in options.file:
         fault = load(run, name).fault
+        others = [
+            machine.name
+            for machine in getattr(run, "machines", [])[1:]
+            if os.path.exists(f"{machine.work}/{name}")
+        ]
+        if fault == f"left no {name}" and others:
+            stop(
+                f"{run.machines[0].name} has no {name} at the end, but {others[0]} has: files are"
+                " compared on the first machine alone. Let a rank there save it, or use --shared"
+            )
         if fault:
             stop(
                 f"it {fault}: give --file as a path in the working directory, of a file that"

@@ -172,8 +172,8 @@ def resume(path, model, optimizer):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Else a resumed run would begin in the old order, where an unbroken one has the new one. It
-    # would add up otherwise, to other bits. (Not on two ranks: a + b = b + a.)
+    # Else a resumed run would begin in the old order, while an unbroken run goes on in the new.
+    # Sums would be rounded differently. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward changes BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)
@@ -287,7 +287,7 @@ def parse_args():
     parser.add_argument("--crash-epoch", type=int, help="kill the last rank there, on attempt 0")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args()
-    # Equal on one machine alone. Without torchrun, both are missing: None is not "0".
+    # On one machine, these are equal. Without torchrun, they are None and "0": not equal.
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", "0"):
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {sys.argv[0]} 5 1")
     path, folder = args.snapshot_path, os.path.dirname(args.snapshot_path) or "."

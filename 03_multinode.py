@@ -216,8 +216,8 @@ def take_newest(path):
 
 def settle_buckets(model, images):
     """DDP reorders its buckets after its first backward. Let it do that now, without a step."""
-    # Else a resumed run would begin in the old order, where an unbroken one has the new one. It
-    # would add up otherwise, to other bits. (Not on two ranks: a + b = b + a.)
+    # Else a resumed run would begin in the old order, while an unbroken run goes on in the new.
+    # Sums would be rounded differently. (Not on two ranks: a + b = b + a.)
     before = copy.deepcopy(model.state_dict())  # forward changes BatchNorm's means
     model(images).sum().backward()  # any one number that uses all outputs of your model
     model.load_state_dict(before)

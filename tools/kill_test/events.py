@@ -71,6 +71,7 @@ class Machine:
     tmp: str  # a folder for temporary files
     command: foreign_command.Command | None = None  # None: nothing runs there
     starts: int = 0  # of the command
+    started: float = 0.0  # the moment of the last one
     attempts: int = 0  # how often the command has started ranks, since its own start
     status: int | None = None  # with which the command has ended; None: it runs, or never did
     ended: float | None = None  # when it was seen to have ended, though others live; None: it runs

@@ -117,7 +117,7 @@ class Stage:
         machine.command = foreign_command.start(
             words, machine.work, tmp=machine.tmp, namespace=self.lab.namespaces[machine.name]
         )
-        machine.starts += 1
+        machine.starts, machine.started = machine.starts + 1, self.run.seconds
         self.first_line = self.run.lines
         machine.attempts, machine.status, machine.ended, machine.back = 0, None, None, None
         machine.was_cut = machine.leaves = False
@@ -245,6 +245,8 @@ class Stage:
         run = self.run
         after = run.kills[-1].name if run.kills else ""
         expected = self.why_expected(machine)
+        if not expected and machine.attempts > restarts_of(machine.words):
+            error = f"its restarts were used up, and no step was done; {error}".removesuffix("; ")
         run.ends.append(End(run.seconds, machine.name, machine.status, error, after, expected))
         alone = "launcher" not in self.test.reference.seen  # nobody starts a rank again
         if machine is run.machines[0] or alone:
@@ -262,9 +264,21 @@ class Stage:
             return "its link had been cut"
         if "launcher" not in self.test.reference.seen:
             return "no launcher starts ranks again"
-        if machine.attempts > restarts:
+        if machine.attempts > restarts and not self.gave_up(machine, restarts):
             return f"its {restarts} restarts were used up (--max-restarts)"
         return ""
+
+    def gave_up(self, machine, restarts):
+        """Return whether a machine's ranks ended again and again after few events, without a step.
+
+        restarts: so many it had. An event takes one or two of them.
+        """
+        run = self.run
+        events = [event.seconds for event in run.kills if event.seconds >= machine.started]
+        if not events or restarts <= 2 * len(events):
+            return False
+        starts = [world.seconds for world in run.worlds if world.seconds > events[-1]]
+        return bool(starts) and not any(each.seconds > starts[0] for each in run.printed_by)
 
     def bring_back(self):
         """Let machines come back whose time has come; or start all anew."""

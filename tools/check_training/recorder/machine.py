@@ -77,7 +77,10 @@ def sources():
     if not main:
         return {}
     folder, found = os.path.dirname(main), {}
+    inside = os.path.join(folder, "")
     for path in [main, *_files_of_modules()]:
+        if path.startswith(os.sep) and os.pardir not in path and not path.startswith(inside):
+            continue  # torch alone has some two thousand such modules
         path = os.path.abspath(path)
         name = os.path.relpath(path, folder)
         is_own = not name.startswith(os.pardir) and kind_of(path) == SCRIPT

@@ -2158,6 +2158,11 @@ COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it 
         r"found: it stands still for 4 s: rank 0 in all_gather_object at many_pro\w+.py:\d+; ",
     ),
     (
+        before(SET_EPOCH, "if epoch == 2 and dist.get_rank() == 0: raise SystemExit(2)"),
+        1,
+        r"(?s)fails, with status 1.*; rank\s+0\s+had\s+left\s+before,\s+without a traceback",
+    ),
+    (
         {"group(backend)": "group('none')"},
         1,
         r"(?s)fails, with status 1.*\(many_pr\w+.py:",

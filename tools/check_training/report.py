@@ -118,7 +118,7 @@ def how_it_ended(records, watched, stall):
                 watched.error,
                 "pitfalls/collective_on_one_rank.py",
             )
-        return Found(failed, watched.error)
+        return Found(failed, watched.error + who_left_before(records))
     return None
 
 
@@ -136,6 +136,15 @@ def first_error(records):
     first = min(failed, key=lambda rank: rank.left[-1].time)
     what = f"the script fails, on rank {first.number} at first"
     return machines.with_names(Found(what, first.left[-1].error), run)
+
+
+def who_left_before(records):
+    """Return in words who had left, as by sys.exit(2), before a rank of the last run failed."""
+    ranks = records.runs[-1].ranks if records.runs else {}
+    ends = {number: rank.left[-1] for number, rank in ranks.items() if rank.left}
+    failed = min((each.time for each in ends.values() if each.error), default=0)
+    before = [number for number, each in ends.items() if not each.error and each.time < failed]
+    return f"; {in_words(before)} had left before, without a traceback" if before else ""
 
 
 def where_it_stands(records):
@@ -240,6 +249,8 @@ def what_was_not_seen(records):
         unseen.append("a restart")
     if any(rank.full for rank in ranks):
         unseen.append("what came when a rank had no more room for records")
+    if any(not save.path for rank in ranks for save in rank.records(Save)):
+        unseen.append("what torch.save() writes into memory")
     if any(rank.evaluations() or rank.records(ModelCopy) for rank in ranks):
         unseen.append("figures of your own, and copies of the weights outside modules")
     devices = {note.device for rank in ranks for note in rank.optimizers.values()}

@@ -20,6 +20,7 @@ import pytest
 import torch
 from forked import fork_ranks, variant
 from mistakes.check_training import BASE, COMMANDS, DATA, GELU, MISTAKES, OTHERS, RIGHT, before
+from recorded import come_in
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -34,18 +35,6 @@ CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
 
 
-def record(folder, broken=False):
-    """Called in each rank before the script: the recorder comes in."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from check_training import recorder
-
-    recorder.start(folder)
-    if broken:
-        from check_training.recorder import model
-
-        model.follow = lambda *_: 1 / 0  # which each forward of a DDP object calls
-
-
 def watched(tmp_path, changes, base=BASE, *arguments, broken=False):
     """Run a variant of the script with the recorder, which ends well; return (records, result)."""
     script, folder = variant(tmp_path, base, changes), tmp_path / "records"
@@ -55,7 +44,7 @@ def watched(tmp_path, changes, base=BASE, *arguments, broken=False):
         *arguments,
         cwd=tmp_path,
         max_restarts=1,
-        before=functools.partial(record, str(folder), broken),
+        before=functools.partial(come_in, str(folder), broken),
     ).ok()
 
 

@@ -6,7 +6,7 @@ import re
 # Lines of torchrun (its log, its table of failures) and frames of its own stack.
 LAUNCHERS = re.compile(
     r"[IWEF]\d{4} [\d:.]+ \d+ \S*(torch/|elastic/|api\.py|run\.py|launch\.py)|[=*-]{20,}|"
-    r"\S+ FAILED$|(Root Cause|Failures).*:$|<NO_OTHER_FAILURES>|\[\d+\]:$| +(time|host|rank|"
+    r"\S+ FAILED$|(Root Cause|Failures).*:$| *<NO_OTHER_FAILURES>|\[\d+\]:$| +(time|host|rank|"
     r"exitcode|error_file|traceback) *: |torch\.distributed\.elastic\.|"
     r"torch\.multiprocessing\.spawn\.ProcessRaisedException|-- Process \d+ terminated"
 )

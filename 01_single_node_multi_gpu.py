@@ -90,7 +90,7 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-    # The proofs. evaluate() has set eval mode: if your model skips layers in it, drop the first.
+    # The proofs, in eval mode. If your model skips layers in that mode, drop the next line.
     compare_gradients(model, loader, device)
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .comparing import difference_of_files, difference_of_lines
-from .disks import about_disks, disks_differ
+from .disks import about_disks, disks_differ, is_new
 from .distance import Distance, distance, files_with_tensors
 from .judging import began_anew, note_cost, printed_steps, undone, went_on
 from .records import Verdict
@@ -199,6 +199,7 @@ def by_distance(test, run, measure, changed):
             f"not compared: it trained {ranks} for a while, and its checksum says only whether all"
             " bits are equal. Give --file with the snapshot that it leaves"
         )
+    look_at_other_machines(test, run, found)
     wrong = [text for key, text in found.others.items() if key not in fewer.others]
     if wrong:
         return Equality("", f"not equal: {wrong[0]}")
@@ -216,6 +217,24 @@ def by_distance(test, run, measure, changed):
         note="has each rank a batch of a fixed size, or dropout of its own? Then another number of"
         " ranks trains something else, and what is wrong beside that cannot be seen",
     )
+
+
+def look_at_other_machines(test, run, found):
+    """Put into a Distance a file of another machine than the first, if it is further away.
+
+    It must have been written since ranks were last started: a machine that was away may have an
+    old one.
+    """
+    before = {machine.name: machine for machine in test.reference.run.machines}
+    for machine in run.at_the_end:
+        there = before.get(machine.name)
+        if there is None or machine.work == run.machines[0].work:
+            continue
+        names = files_with_tensors(there.work, test.options.file)
+        names = [name for name in names if is_new(run, machine, name)]
+        far = distance(machine.work, there.work, names) if names else Distance()
+        if far.name and far.far > found.far:
+            found.far, found.name = far.far, f"{far.name} of {machine.name}"
 
 
 # ---- What else may have gone wrong ----

@@ -1999,6 +1999,10 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
             "    outer.step()",
         ),
     },
+    "all evaluate all, with gradients on": after(
+        REDUCE,
+        "for first in range(0, 1024, 32): model(inputs[first : first + 32].to(device))",
+    ),
     "a bootstrap on each rank": {
         SAMPLER: SEED + BOOTSTRAP,
         SET_EPOCH: "",

@@ -252,8 +252,8 @@ def batches_differ_in_size(run):
             yield Question(
                 f"the ranks' batches differ in size in {len(uneven)} of {len(common)} steps: "
                 + on_each(uneven[0]),
-                "DDP's mean weighs ranks alike, not items: weigh the loss, unless each rank's batch"
-                " is meant to count the same",
+                "if its loss is a mean over these rows, weigh the loss: DDP's mean weighs ranks"
+                " alike, not rows",
                 "pitfalls/mean_of_unequal_shards.py",
             )
 

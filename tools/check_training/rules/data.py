@@ -1,11 +1,14 @@
 """Does each rank get its share of one set?"""
 
 import collections
+import math
 
 from ..findings import Found, Question, rule
 from ..records.data import SubsetMade
 from ..words import differ, in_words, most
 from .pages import SHARE, SILENT
+
+ALL_NOTED = 30  # calls of a DDP object, the first ones
 
 
 @rule("data")
@@ -108,10 +111,11 @@ def same_batches(run):
     """All ranks of a DDP object train on the same batches.
 
     Looks alike, and is right: ranks that split the model (compared is what goes into one DDP
-    object), and one constant batch.
+    object), one constant batch, and an evaluation of all items with gradients on (forces).
     """
     for forwards in run.forwards():
-        rows = [[each.batch for each in forwards.at(n).values()] for n in forwards.common]
+        numbers = those_of_training(run, forwards)
+        rows = [[each.batch for each in forwards.at(n).values()] for n in numbers]
         same = how_many_are_the_same([row for row in rows if all(row)])
         if same:
             line = next(each.line for of in forwards.of.values() for each in of.values())
@@ -122,6 +126,39 @@ def same_batches(run):
                 SHARE,
             )
             return
+
+
+def those_of_training(run, forwards):
+    """Return the numbers of the Forwards' calls from which a step was taken.
+
+    All calls are noted among the first ALL_NOTED: if a step was taken from each of these, or none
+    was noted, all numbers are returned.
+    """
+    rank = min(forwards.of)
+    early = [each for each in forwards.of[rank].values() if each.number < ALL_NOTED]
+    trained = set()
+    for steps in run.ranks[rank].steps.values():
+        for number, step in steps.items():
+            begin = steps[number - 1].time if number - 1 in steps else -math.inf
+            between = [each.number for each in early if begin < each.time <= step.time]
+            # With more calls than backward passes, others than the last may be an evaluation's.
+            trained |= {*(between if step.forwards <= step.backwards else between[-1:])}
+    if run.ranks[rank].steps and (len(trained) < len(early) or are_more_later(run, forwards)):
+        return [number for number in forwards.common if number in trained]
+    return forwards.common
+
+
+def are_more_later(run, forwards):
+    """Return whether there are more calls for a step later than among the first ALL_NOTED."""
+    rank = min(forwards.of)
+    calls = [*forwards.of[rank].values()]
+    steps = max(run.ranks[rank].steps.values(), key=max)
+    end = max(call.time for call in calls if call.number < ALL_NOTED)
+    first = next((number for number, step in steps.items() if step.time >= end), None)
+    if first is None:
+        return False
+    expected = ALL_NOTED / (first + 1) * (max(steps) + 1)
+    return calls[-1].number > 1.1 * expected + 10
 
 
 @rule("data")

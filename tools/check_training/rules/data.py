@@ -136,6 +136,8 @@ def those_of_training(run, forwards):
     """
     rank = min(forwards.of)
     early = [each for each in forwards.of[rank].values() if each.number < ALL_NOTED]
+    if not early:
+        return forwards.common
     trained = set()
     for steps in run.ranks[rank].steps.values():
         for number, step in steps.items():

@@ -68,8 +68,7 @@ from torch.utils.data import DataLoader
 STEPS, SAVE_EVERY, SIGNAL_AFTER = 1000, 40, 60
 ASK_EVERY = 1  # steps here are slow. For 100 steps a second: 100
 GRACE = {"asks after each epoch": 10}  # seconds, not torchrun's 30; torch 2.11 keeps to these
-# Seconds: more than the 30 that torchrun leaves the others when a rank has left.
-LONG_SAVE = {"leaves without waiting": 90, "waits for the save": 40}
+LONG_SAVE = {"leaves without waiting": 90, "waits for the save": 40}  # seconds; torchrun waits 30
 WAYS = [
     "no handler",
     "asks after each epoch",

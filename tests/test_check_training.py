@@ -19,6 +19,7 @@ import xml.etree.ElementTree
 import pytest
 import torch
 from forked import fork_ranks, variant
+from mistakes.calls import WRONG_CALLS
 from mistakes.check_training import BASE, COMMANDS, DATA, GELU, MISTAKES, OTHERS, RIGHT, before
 from recorded import come_in
 from started import ACTIVE, PYTHON, ROOT, TORCHRUN, read_until, run, running
@@ -31,7 +32,6 @@ from check_training.records.times import Gap, GpuPart, GpuTimes, Span, StepTimes
 from mistakes.records import CASES, LINKS, a_pass, run_of, run_of_machines
 
 CHECK, LONG = ROOT / "tools/check_training.py", pytest.mark.long
-# As some packages do before they import torch: is it there?
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "many_processes.py"]
 
 
@@ -342,21 +342,7 @@ def test_what_has_no_memory_is_not_read():
     assert not fingerprints.readable(tensor)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ([], "the command is missing"),
-        (["--seconds", "0", "--", "true"], "--seconds and --stall must"),
-        (["--json", "no/such/file", "--", "true"], "cannot write no/such/file"),
-        (["--", "no_such_command"], "cannot start the command"),
-        (["--judge", "no/such"], "there is no folder no/such"),
-        (["--judge", "."], "no records in .: did python start there"),
-        (["--judge", ".", "--", "true"], "--judge starts nothing"),
-        (["--print-environment"], "--print-environment needs --records"),
-        (["--records", "kept", "--stall", "3", "--", "true"], "--records judges nothing"),
-        (["--records", "kept", "--", "no_such_command"], "cannot record in kept, or start"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error"), WRONG_CALLS)
 def test_wrong_calls(tmp_path, options, error):
     result = run(PYTHON, CHECK, *options, cwd=tmp_path, env=ACTIVE)
     assert result.status == 2 and result.error().startswith(error), result.output

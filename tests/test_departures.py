@@ -17,6 +17,7 @@ import pytest
 import shown
 import torch
 from forked import variant
+from mistakes.machines import two_runs
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -209,6 +210,15 @@ def test_snapshots_are_so_far_apart(tmp_path, change, far, others):
         torch.save(content, tmp_path / name / "a.pt")
     found = distance.distance(tmp_path / "other", tmp_path / "one", [])
     assert abs(found.far - far) < 1e-6 and [*found.others.values()] == others
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_file_of_another_machine_counts_if_it_is_new(tmp_path, is_new):
+    """An old one stays on a machine that was away."""
+    test, run = two_runs(tmp_path, events, 0 if is_new else time.time() + 60)
+    found = distance.Distance()
+    verdicts.look_at_other_machines(test, run, found)
+    assert found.name == ("best.pt of node2" if is_new else "")
 
 
 def test_a_lab_is_dead_if_its_owner_is():

@@ -2143,6 +2143,7 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
     },
 }
 
+# As some packages do before they import torch: is it there?
 ASKED = {"import gc\n": "import gc, importlib.util; importlib.util.find_spec('torch')\n"}
 COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it prints)
     (ASKED, 0, r"\nnothing found\nlooked at: ranks 2, starts 1; of a rank: steps 80"),
@@ -2162,7 +2163,15 @@ COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it 
         r"found: it stands still for 4 s: rank 0 in all_gather_object at many_pro\w+.py:\d+; ",
     ),
     (
-        before(SET_EPOCH, "if epoch == 2 and dist.get_rank() == 0: raise SystemExit(2)"),
+        before(
+            SET_EPOCH,
+            "if epoch == 2:",
+            "    import time",
+            "    alone = dist.get_rank() == 1",
+            "    if not alone: dist.destroy_process_group()",
+            "    time.sleep(0.5 if alone else 20)",
+            "    raise ValueError('late')",
+        ),
         1,
         r"(?s)fails, with status 1.*; rank\s+0\s+had\s+left\s+before,\s+without a traceback",
     ),

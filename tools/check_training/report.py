@@ -118,7 +118,8 @@ def how_it_ended(records, watched, stall):
                 watched.error,
                 "pitfalls/collective_on_one_rank.py",
             )
-        return Found(failed, watched.error + who_left_before(records))
+        why = [watched.error, who_left_before(records)]
+        return Found(failed, "; ".join(filter(None, why)))
     return None
 
 
@@ -144,7 +145,7 @@ def who_left_before(records):
     ends = {number: rank.left[-1] for number, rank in ranks.items() if rank.left}
     failed = min((each.time for each in ends.values() if each.error), default=0)
     before = [number for number, each in ends.items() if not each.error and each.time < failed]
-    return f"; {in_words(before)} had left before, without a traceback" if before else ""
+    return f"{in_words(before)} had left before, without a traceback" if before else ""
 
 
 def where_it_stands(records):

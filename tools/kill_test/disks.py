@@ -29,7 +29,7 @@ def disks_differ(reference, run):
                 if fault and fault != "is missing":  # about_disks() says that
                     text = (
                         f"the {name} of {other.name} {fault}, compared to that of {first.name}:"
-                        f" which of them counts? Is the other one good enough, too?"
+                        " which of them counts? Is the other one good enough, too?"
                     )
                     found[-1].setdefault(name, text)
     undisturbed, of_round = found

@@ -157,8 +157,8 @@ def check_results(options, run, finals):
         ]
         if fault == f"left no {name}" and others:
             stop(
-                f"{run.machines[0].name} has no {name} at the end, but {others[0]} has: files are"
-                " compared on the first machine alone. Let a rank there save it, or use --shared"
+                f"{run.machines[0].name} has no {name} at the end, but {others[0]} has: --file"
+                " means a file of the first machine. Let a rank there save it, or use --shared"
             )
         if fault:
             stop(

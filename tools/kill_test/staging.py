@@ -246,7 +246,8 @@ class Stage:
         after = run.kills[-1].name if run.kills else ""
         expected = self.why_expected(machine)
         if not expected and machine.attempts > restarts_of(machine.words):
-            error = f"its restarts were used up, and no step was done; {error}".removesuffix("; ")
+            why = "its restarts were used up, and no step was done"
+            error = f"{why}; {error}" if error else why
         run.ends.append(End(run.seconds, machine.name, machine.status, error, after, expected))
         alone = "launcher" not in self.test.reference.seen  # nobody starts a rank again
         if machine is run.machines[0] or alone:

@@ -23,17 +23,21 @@ class Reason:
     given_by: object  # the function of this file
 
 
-NOTHING_IN_STEPS = "no model is wrapped in DDP(), and nothing is averaged in the steps"
-
-
 # ---- No model is wrapped in DDP() ----
 
 
 def nothing_is_averaged(apart):
-    """There is no DDP, and no collective call that could average a parameter in a step."""
+    """There is no DDP, and no collective call that could average a parameter."""
     if not any((call.elements or 0) > 16 for call in apart.run.records(Call)):
         return "no model is wrapped in DDP()"
-    return "" if exchanges_in_steps(apart) else NOTHING_IN_STEPS
+    return ""
+
+
+def nothing_is_averaged_in_steps(apart):
+    """There is no DDP, and such calls come between the epochs alone: of an ensemble's answers?"""
+    if exchanges_in_steps(apart):
+        return ""
+    return "no model is wrapped in DDP(), and nothing is averaged in the steps"
 
 
 def exchanges_in_steps(apart):
@@ -269,6 +273,7 @@ def rows_around(apart):
 
 WITHOUT_DDP = [
     (nothing_is_averaged, "README.md#from-one-process-to-many"),
+    (nothing_is_averaged_in_steps, "README.md#from-one-process-to-many"),
     (begin_with_other_weights, ""),
     (not_all_by_hand, "04_collectives.py"),
 ]

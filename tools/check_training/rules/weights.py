@@ -8,10 +8,10 @@ from ..records.process import Call
 from ..words import differ, in_words
 from .apart import Apart, places_that_differ, wrapper_of
 from .reasons import (
-    NOTHING_IN_STEPS,
     begin_with_other_weights,
     last_forward_in_no_sync,
     not_all_by_hand,
+    nothing_is_averaged_in_steps,
     reason_for,
 )
 
@@ -147,7 +147,7 @@ def is_sure(apart, reason):
     # Without DDP and without a call, nothing shows that the ranks should hold one model: a sweep?
     if not run.wrapped and not meanwhile:
         return False
-    if reason.why == NOTHING_IN_STEPS and apart.from_the_first:  # an ensemble, whose answers meet?
+    if reason.given_by is nothing_is_averaged_in_steps and apart.from_the_first:  # an ensemble?
         return False
     if reason.given_by is not_all_by_hand and not run.wrapped:
         return len(meanwhile) > max(steps) / 2

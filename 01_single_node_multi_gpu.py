@@ -5,7 +5,7 @@
 
 The parts are those of docs/many_processes.py. Each process, a rank, has a copy of the model, its
 replica. A call that all ranks must make, such as all_reduce, is a collective. Never put one under
-an "if" that only some ranks enter: they would wait for the others without a message. You see that
+an "if" that only some ranks enter: they would wait for the others without an error. You see that
 DDP puts the gradient of the whole batch on each rank, and that all replicas end up equal:
 
     [rank 0/2] epoch  1/5 | loss 1.3184 | accuracy 0.9194 |  18592 images/s | saved in checkpoint.pt

@@ -2175,6 +2175,7 @@ COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it 
         1,
         r"(?s)fails, with status 1.*; rank\s+0\s+had\s+left\s+before,\s+without a traceback",
     ),
+    ({STEP: ""}, 1, r"\nno optimizer of torch took a step, so there was nothing to judge"),
     (
         {"group(backend)": "group('none')"},
         1,

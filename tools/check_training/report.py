@@ -67,7 +67,8 @@ def put_together(records, watched, seconds, stall):
     lines += what_was_seen(records)
     findings.sort(key=lambda each: not isinstance(each, Found))
     found = any(isinstance(each, Found) for each in findings)
-    status = int(found or not all_ranks(records))
+    has_trained = any(rank.steps for rank in all_ranks(records))
+    status = int(found or not has_trained)
     can_be_drawn = longest is not None and longest.first.steps_taken > 4
     return Report(with_places(findings), lines, steps if can_be_drawn else None, status)
 

@@ -59,6 +59,7 @@ class End(NamedTuple):
     error: str  # the script's own; "" if there is none
     after: str  # the event before it, in words; "" if there was none
     expected: str  # why nobody could avoid it; "" if torchrun should have gone on
+    used_up: bool  # whether its ranks used up the restarts without a step
 
 
 @dataclass

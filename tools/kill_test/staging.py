@@ -245,10 +245,9 @@ class Stage:
         run = self.run
         after = run.kills[-1].name if run.kills else ""
         expected = self.why_expected(machine)
-        if not expected and machine.attempts > restarts_of(machine.words):
-            why = "its restarts were used up, and no step was done"
-            error = f"{why}; {error}" if error else why
-        run.ends.append(End(run.seconds, machine.name, machine.status, error, after, expected))
+        used_up = not expected and machine.attempts > restarts_of(machine.words)
+        end = End(run.seconds, machine.name, machine.status, error, after, expected, used_up)
+        run.ends.append(end)
         alone = "launcher" not in self.test.reference.seen  # nobody starts a rank again
         if machine is run.machines[0] or alone:
             run.lost = run.seconds if run.lost is None else run.lost

@@ -99,9 +99,13 @@ def steps_of(event, reference):
 def describe_end(end):
     """Return the lines about an End."""
     why = f"an end that torchrun cannot avoid: {end.expected}" if end.expected else "why?"
-    error = f" {clip(end.error, 70)}" if end.error and not end.expected else ""
+    if end.used_up:
+        why = "its restarts were used up, and no step was done"
     what = f"the command on {end.machine} ended, status {end.status}"
-    return [f"{end.seconds:7.1f} s  {what} ({why}){error}"]
+    lines = [f"{end.seconds:7.1f} s  {what} ({why})"]
+    if end.error and not end.expected:
+        lines.append(f"{INDENT}{clip(end.error, 100 - len(INDENT))}")
+    return lines
 
 
 def summary_of_machines(options, rounds):

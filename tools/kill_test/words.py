@@ -114,11 +114,11 @@ def summary(options, reference, rounds):
         when = f"after {first}" if first == last else f"between {first} and {last}"
         yield f"proven: killed {when} (the last is {end}), it goes on, and ends equal"
     if marks and len(marks) - 1 not in hit:
-        unproven.append(f"no kill fell between {marks[-1].text} and the end")
+        unproven.append(f"kills between {marks[-1].text} and the end")
     elif marks and len(marks) - 1 not in places:
         unproven.append(f"that it goes on after a kill between {marks[-1].text} and the end")
     if not any(kill.before_a_save for kill in kills):
-        unproven.append("no kill fell before the first save")
+        unproven.append("kills before the first save")
     if not any(played.verdict.went_on for played in rounds):
         unproven.append("that it goes on: no line says so (--resumed REGEX), and no step shows it")
     yield f"not proven: {'; '.join([*unproven, 'several machines, power cuts'])}"

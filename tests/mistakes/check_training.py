@@ -318,6 +318,12 @@ CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 BOOTSTRAP = (
     "    sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=1024)\n"
 )
+# Noises of a small set that all ranks have are added to each batch.
+NOISES = before(
+    EPOCHS,
+    "noises = TensorDataset(torch.randn(24, 10))",
+    "noise_loader = DataLoader(noises, batch_size=32, shuffle=True)",
+) | after(MOVE, "x = x + 0.1 * next(iter(noise_loader))[0].repeat(2, 1)[: len(x)]")
 MISTAKES = {
     "gradients on another model": (
         {
@@ -480,6 +486,13 @@ MISTAKES = {
         "whole_set_on_each_rank",
         "found: each rank goes through all 1024",
         LOOP,
+        False,
+    ),
+    "noises of a second loader": (  # they may be meant, so it is a question
+        NOISES,
+        "whole_set_on_each_rank",
+        "^question: each rank goes through all 24 .*\n.*unless they are added to another",
+        "x = x + 0.1",
         False,
     ),
     "the whole set, and some items are others": (
@@ -1600,9 +1613,89 @@ WITHOUT_PADDING = {
     for CUT in ["        x = x[: 51 - dist.get_rank() - int(seen)]\n                total +="]
     for key, text in evaluate_share("dist.all_reduce(seen)", "dist.all_reduce(total)").items()
 }
+# One iterator over the loader for all epochs, as an endless sampler allows.
+ENDLESS = """    class Again:
+        def __init__(self, inner):
+            self.sampler = inner
+
+        def __iter__(self):
+            while True:
+                yield from iter(self.sampler)
+
+    class Endless(DataLoader):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            object.__setattr__(self, "batch_sampler", Again(self.batch_sampler))
+            self.iterator = super().__iter__()
+
+        def __len__(self):
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self):
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+"""
+# The set has all files, and gives this rank's rows by their places among its own.
+OWN_ROWS = """    class Rows(torch.utils.data.Dataset):
+        def __init__(self):
+            self.files = [f"{row:04d}.png" for row in range(1024)]
+            order = torch.randperm(1024, generator=torch.Generator().manual_seed(0))
+            self.rows = order[dist.get_rank() :: 2]
+
+        def __len__(self):
+            return len(self.files)
+
+        def __getitem__(self, place):
+            row = self.rows[place]
+            return inputs[row], inputs[row].norm(dim=0, keepdim=True)
+
+    class Places(DistributedSampler):
+        def __iter__(self):
+            order = torch.Generator().manual_seed(self.epoch)
+            return iter(torch.randperm(self.num_samples, generator=order).tolist())
+
+    dataset = Rows()
+"""
+AVERAGE = """    import copy
+    class Average(nn.Module):  # as some trainers write it: its names begin with "module."
+        def __init__(self, model):
+            super().__init__()
+            self.module = copy.deepcopy(model).requires_grad_(False)
+
+        def update(self, model):
+            for mine, new in zip(self.module.parameters(), model.parameters()):
+                mine.lerp_(new.detach(), 0.1)
+
+    average = Average(model.module)
+"""
 RIGHT = {  # scripts in styles that look like mistakes: changes of the same script
     "as it is": {},
     "two machines": TWO_MACHINES,
+    "the batches of all, of which each rank takes its part": {
+        SAMPLER: "",
+        SET_EPOCH: "",
+        LOADER: "    order = torch.Generator().manual_seed(0)\n"
+        "    loader = DataLoader(dataset, batch_size=64, shuffle=True, generator=order)\n",
+        **after(MOVE, "x, y = x[dist.get_rank() :: 2], y[dist.get_rank() :: 2]"),
+    },
+    "one endless pass, and rank 0 evaluates": {
+        LOADER: ENDLESS + LOADER.replace("DataLoader", "Endless"),
+        REDUCE: "        if dist.get_rank() == 0:\n"
+        "            with torch.no_grad():\n"
+        "                [model.module(x) for x, _ in DataLoader(dataset, batch_size=64)]\n"
+        + REDUCE,
+    },
+    "a share that the set makes of itself": {
+        DATA: OWN_ROWS,
+        SAMPLER: SAMPLER.replace("DistributedSampler", "Places"),
+    },
+    "an average of the weights, in the same file": {
+        **after(WRAP, *(line[4:] for line in AVERAGE.splitlines())),
+        **after(STEP, "average.update(model.module)"),
+        "torch.save(model.module.state_dict(), ": "torch.save({'model': model.module.state_dict(),"
+        " 'average': average.state_dict()}, ",
+    },
     "Join, and a schedule by epoch": {
         **after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"),
         **JOIN,

@@ -35,6 +35,18 @@ class LoaderPass:
             return True
         return any(not mode.training for mode in progress.modes_after)
 
+    def overlaps(self, other):
+        """Whether each of the two passes gave a batch while the other one was under way."""
+        ends = [one.progress.last_batch for one in (self, other)]
+        if None in ends:
+            return False
+        return self.start.time < ends[1] and other.start.time < ends[0]
+
+    @property
+    def is_endless(self):
+        """Whether it has given more batches than its loader promises: one pass for all epochs."""
+        return bool(self.start.batches) and self.progress.batches > self.start.batches
+
     @property
     def took_one_batch(self):
         """Whether it was left after one batch of several."""
@@ -118,6 +130,11 @@ class Loader:
 
     line: str  # that begins these passes
     passes: dict[int, list[LoaderPass]]  # {rank: its passes}, of the ranks that have made one
+
+    @property
+    def key(self):
+        """Pass.loader of its passes."""
+        return self.firsts[0].start.loader
 
     @property
     def firsts(self):

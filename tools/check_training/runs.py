@@ -218,6 +218,21 @@ class Run:
         """Return a Loader for each place where ranks evaluate."""
         return self._loaders(Rank.evaluations)
 
+    def is_trained_on(self, loader):
+        """Return whether the model trains on the batches of a Loader.
+
+        It does if no other loader gives batches for the same steps, or if they go into a DDP object
+        as they are. Else they may be noises, which are added to the other loader's batches.
+        """
+        others = [each for each in self.training_loaders() if each.key != loader.key]
+        if not any(
+            one.overlaps(other) for one in loader.firsts for each in others for other in each.firsts
+        ):
+            return True
+        calls = (call for call in self.records(Forward) if call.gradients and call.batch)
+        fed = {bits for call in calls for bits in call.batch}
+        return any(bits in fed for of_rank in loader.batch_bits() for bits in of_rank)
+
     def _loaders(self, passes_of):
         found = collections.defaultdict(dict)
         for number, rank in self.ranks.items():

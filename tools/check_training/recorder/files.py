@@ -43,7 +43,6 @@ def _save(content, file):
     keys = {*keys_in(content)}
     span("saving", begin, now())
     parts = content.values() if isinstance(content, dict) else ()
-    of_ddp = any(known.names <= keys for known in model.state.wrappers.values())
     note(
         Save,
         begin=begin,
@@ -54,7 +53,10 @@ def _save(content, file):
         phase=counters.phase,
         has_optimizer=keys >= OF_OPTIMIZERS,
         only_optimizer=isinstance(content, dict) and {*content} == OF_OPTIMIZERS,
-        names_of_wrapper=of_ddp and "n_averaged" not in keys,  # an AveragedModel's are alike
+        names_of_wrapper=any(
+            known.names <= keys and state_dicts.has_values_of(ddp, content)
+            for ddp, known in list(model.state.wrappers.items())
+        ),
         age=max(map(state_dicts.age, [content, *parts])),
     )
     stand("")

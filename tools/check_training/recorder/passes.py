@@ -33,6 +33,7 @@ class KnownPass:
     every: int  # of the indices, those that this number divides are in the sketch
     workers: int
     promised: int | None  # batches, as Pass.batches
+    share: int | None  # items, as Pass.share
     backwards_before: int  # that the process had made
     no_grad_forwards_before: int
     modes_before: list[Mode]
@@ -132,7 +133,9 @@ def _add_up(known, batch):
         known.first_orders.append(known.order)
     known.index_sum += sum(indices)
     known.rising = known.rising and list(indices) == sorted(indices)
-    if known.pass_of_loader < 4 and len(known.sketch) < 2000:
+    # An endless sampler goes on with its next epoch.
+    is_next_epoch = known.share is not None and known.items > known.share
+    if known.pass_of_loader < 4 and len(known.sketch) < 2000 and not is_next_epoch:
         known.sketch += [index for index in indices if index % known.every == 0]
 
 
@@ -154,6 +157,7 @@ def begin_pass(result, args, kwargs):
             every=max(1, (size_of(loader.dataset) or 0) // 2000),
             workers=loader.num_workers,
             promised=size_of(loader),
+            share=size_of(_sampler_of(loader)),
             backwards_before=counters.backwards,
             no_grad_forwards_before=counters.no_grad_forwards,
             modes_before=model.modes(optimizer.steps()),
@@ -172,7 +176,7 @@ def _note_pass(iterator, loader, key, known):
     A sampler says nothing of what comes, if the dataset draws its items by itself.
     """
     samplers = [None] if known.draws_its_items else _samplers(loader)
-    sampler = next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
+    sampler = None if known.draws_its_items else _sampler_of(loader)
     # Of the first two passes alone: it takes time, and a dataset stays what it is.
     contents, listed = data_in(loader.dataset) if known.pass_of_loader < 2 else ({}, {})
     note(
@@ -231,6 +235,12 @@ def _samplers(loader):
             break
         samplers.append(inner)
     return samplers
+
+
+def _sampler_of(loader):
+    """Return the sampler of a loader that shares out its items, else the innermost one."""
+    samplers = _samplers(loader)
+    return next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
 
 
 def _number(sampler, name):

@@ -12,7 +12,7 @@ import torch
 
 from ..records.model import LoadedIntoModel
 from . import model, optimizer
-from .fingerprints import tensors_in
+from .fingerprints import bits, readable, tensors_in
 from .hooks import after
 from .notebook import count, note
 from .script_lines import where
@@ -64,6 +64,33 @@ def age(content):
     if module is None or known.memory not in {each.data_ptr() for each in module.parameters()}:
         return 0
     return optimizer.steps() - known.steps
+
+
+def has_values_of(module, content):
+    """Return whether a dict, or one in it, has a module's first trained parameter, as it is now.
+
+    An average of the weights has the same names, and other values. True for one that cannot be
+    read, such as a shard. A save waits for its GPU anyhow.
+    """
+    trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
+    name, parameter = next(trained, ("", None))
+    saved = [values[name] for values in _dicts_in(content) if name in values]
+    for value in saved:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue
+        if not (readable(value, step=0) and readable(parameter, step=0)):
+            return True
+        if bits(value) == bits(parameter):
+            return True
+    return False
+
+
+def _dicts_in(value, depth=0):
+    """Yield a dict, and the dicts in it."""
+    if isinstance(value, dict) and depth < 4:
+        yield value
+        for item in list(value.values())[:3000]:
+            yield from _dicts_in(item, depth + 1)
 
 
 @after(torch.nn.Module, "load_state_dict", closed=True)

@@ -14,7 +14,8 @@ def same_order_in_each_epoch(run):
     """The items come in the same order in each epoch.
 
     Looks alike, and is right: no shuffle (the numbers rise), one batch, and a pass that was broken
-    off and is done again on purpose.
+    off and is done again on purpose. It is a question where another loader gives batches for the
+    same steps: this one's may be noises, which may come in any order.
     """
     for loader in run.training_loaders():
         for rank, passes in loader.passes.items():
@@ -24,15 +25,29 @@ def same_order_in_each_epoch(run):
             first = whole[0]
             if first.progress.rising or first.start.shuffle is False:
                 continue
+            of_others = samplers_of_others(run, rank, loader)
             calls = run.ranks[rank].records(SetEpoch)
+            calls = [call for call in calls if call.sampler_object not in of_others]
             why = why_the_order_stays(passes, first, calls)
-            yield Found(
+            is_sure = first.start.replicas is not None or run.is_trained_on(loader)
+            kind = Found if is_sure else Question
+            yield kind(
                 f"the items come in the same order in each epoch ({loader.line},"
                 f" {len(whole)} passes): {why}",
                 "",
                 "pitfalls/no_set_epoch.py",
             )
             break
+
+
+def samplers_of_others(run, rank, loader):
+    """Return the numbers of the samplers with which a rank trains, but for those of a Loader."""
+    return {
+        each.start.sampler_object
+        for other in run.training_loaders()
+        for each in other.passes.get(rank, [])
+        if other.key != loader.key
+    }
 
 
 def is_whole(one):
@@ -97,10 +112,13 @@ def is_in_order(one):
 def other_sets(run):
     """A sampler shares out sets that differ by rank: the rest of each is not seen in that pass.
 
-    It is a question: each rank's set may be its own.
+    It is a question: each rank's set may be its own. Looks alike, and is right: the same places on
+    each rank, in a share that the set has made of itself.
     """
     for loader in loaders_shared_out(run):
         firsts = loader.firsts
+        if draw_the_same(firsts):
+            continue
         known = {
             repr((each.start.contents, each.start.listed, each.start.chosen))
             for each in firsts
@@ -150,6 +168,12 @@ def shares_overlap(run):
                 " never seen",
                 SHARE,
             )
+
+
+def draw_the_same(firsts):
+    """Return whether all ranks draw the same indices. firsts: the first LoaderPass of each."""
+    drawn = [sorted(each.progress.sketch) for each in firsts]
+    return len(drawn[0]) > 1 and not differ(drawn)
 
 
 def draws_again(one):
@@ -273,15 +297,17 @@ def items_are_no_rows(run):
 def passes_differ_in_length(run):
     """The ranks train on other numbers of batches in a pass over a loader.
 
-    Looks alike, and is right: Join, a run that was cut, a difference of one batch or of 2%. It is a
-    question where each rank trains a model of its own, or where all take as many steps, each going
-    on with its next pass.
+    Looks alike, and is right: Join, a run that was cut, a difference of one batch or of 2%, and one
+    endless pass for all epochs. It is a question where each rank trains a model of its own, or
+    where all take as many steps, each going on with its next pass.
     """
     if "join" in run.features or run.cut:
         return
     go_by_steps = not differ(rank.steps_taken for rank in run.ranks.values())
     for loader in run.training_loaders():
         if not len(loader.passes) == len(run.ranks) > 1:
+            continue
+        if any(each.is_endless for passes in loader.passes.values() for each in passes):
             continue
         counts = {
             rank: [each.progress.backwards for each in passes if each.progress.over]

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import statistics
 
 from ..findings import Found, Question, rule
 from ..records.data import SubsetMade
@@ -201,19 +202,24 @@ def whole_set_on_each_rank(run):
     """Each rank goes through the whole set in an order of its own: an epoch is so many epochs.
 
     Looks alike, and is right: a set that was split before (its contents differ, or the indices of
-    its Subset), draws with
-    replacement, batches of one sampler that are dealt out to the ranks. Where the contents are not
-    known, it is asked.
+    its Subset), draws with replacement, batches of one sampler that are dealt out to the ranks, and
+    the same batches on all ranks, of which each takes its part. Where the contents are not known,
+    it is asked. So it is where another loader gives batches for the same steps: this one's may be
+    noises.
     """
     for loader in run.training_loaders():
         firsts = loader.firsts
         one = firsts[0]
         if len(firsts) < len(run.ranks) or not goes_through_the_whole(firsts):
             continue
+        if takes_its_part(run, firsts):
+            continue
         was_read = run.wrapped and one.progress.batches < 300
         are_the_same = are_one_set(firsts) and draw_all_items(firsts)
         kind = Found if was_read and are_the_same else Question
         doubt = "" if kind is Found else ", unless each rank has a set of its own"
+        if not run.is_trained_on(loader):
+            kind, doubt = Question, ", unless they are added to another loader's, as noises are"
         yield kind(
             f"each rank goes through all {one.start.length} items ({loader.line},"
             f" {one.start.sampler})",
@@ -241,6 +247,24 @@ def goes_through_the_whole(firsts):
     if are_over and differ(each.progress.index_sum for each in firsts):  # with replacement
         return False
     return all(each.start.share == each.start.length and each.start.batches for each in firsts)
+
+
+def takes_its_part(run, firsts):
+    """Return whether all ranks load the same batches, and each trains on a part of each batch.
+
+    firsts: the first LoaderPass of each rank.
+    """
+    progress = firsts[0].progress
+    if not progress.batch_bits or differ(each.progress.batch_bits for each in firsts):
+        return False
+    rows = [
+        call.rows
+        for forwards in run.forwards()
+        for calls in forwards.of.values()
+        for call in calls.values()
+        if call.rows is not None
+    ]
+    return bool(rows) and statistics.median(rows) < progress.rows / progress.batches
 
 
 def are_one_set(firsts):

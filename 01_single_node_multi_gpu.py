@@ -131,7 +131,7 @@ def evaluate(model, test_set, device):
 
 
 def compare_gradients(model, loader, device):
-    """Print how far a rank's own gradient, and DDP's, are from the whole batch's."""
+    """Print relative differences of a rank's own gradient, and DDP's, from the whole batch's."""
 
     def gradient(net, images, labels):
         net.zero_grad()

@@ -1171,6 +1171,25 @@ MISTAKES = {
         "async_op=True",
         False,
     ),
+    "a schedule on rank 0 alone": (
+        after(OPT, "s = torch.optim.lr_scheduler.StepLR(optimizer, 1)")
+        | before(RANK_0, "if dist.get_rank() == 0: s.step()"),
+        "schedule_never_stepped",
+        "found: the schedule StepLR .*never stepped on rank 1: .*\n.* on all ranks",
+        "s = torch",
+        False,
+    ),
+    "the state of another optimizer": (
+        after(
+            OPT,
+            "optimizer.load_state_dict(optimizer.state_dict())",
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+        ),
+        "loads_into_another_optimizer",
+        "found: .* loads the state of an optimizer that never takes a step",
+        "optimizer.load_state",
+        False,
+    ),
     "no step of a schedule that holds others": (
         after(
             OPT,
@@ -1685,6 +1704,22 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         "            with torch.no_grad():\n"
         "                [model.module(x) for x, _ in DataLoader(dataset, batch_size=64)]\n"
         + REDUCE,
+    },
+    "rank 0 starts the others, and calls their function": {
+        '"__main__":\n    main()\n': """"__main__":
+    import multiprocessing
+
+    # As torch's spawn() gives the function to one of its own.
+    multiprocessing.get_context("fork").Process(target=print, args=(main,)).start()
+    if os.environ["RANK"] == "0":
+        main()
+    else:
+        main()
+"""
+    },
+    "an optimizer that is loaded after the training": {
+        SAVE: SAVE + "    again = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    again.load_state_dict(optimizer.state_dict())\n"
     },
     "a share that the set makes of itself": {
         DATA: OWN_ROWS,

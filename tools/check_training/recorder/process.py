@@ -7,6 +7,7 @@ A group of the script's own counts its calls by itself. Threads may call several
 
 import atexit
 import functools
+import multiprocessing.process
 import os
 import sys
 import time
@@ -33,9 +34,18 @@ from .notebook import (
     stand_no_more,
     uses,
 )
-from .script_lines import line_of_error, where
+from .script_lines import line_of_error, remember_entry, where
 from .state import kept, switch
 from .times import span
+
+
+@before(multiprocessing.process.BaseProcess, "start")
+def start(args, kwargs):
+    """Remember with which function another process begins; torch's spawn() gives it to its own."""
+    process = args[0]
+    for function in [process._target, *process._args[:1]]:
+        remember_entry(function)
+
 
 COLLECTIVES = [
     "all_reduce",

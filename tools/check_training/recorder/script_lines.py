@@ -19,6 +19,8 @@ OWN_FILES = (
     os.path.realpath(OWN_FOLDER) + os.sep,
     os.path.join(os.path.dirname(OWN_FOLDER), "sitecustomize.py"),
 )
+# The code of functions with which processes begin that this one, or its parent, has started.
+entries = set()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,13 +67,28 @@ def where():
 
 
 def all_lines():
-    """Return all lines of the script and of packages that run, the innermost first, as a text."""
+    """Return all lines of the script and of packages that run, the innermost first, as a text.
+
+    They end with the function that a process begins with. A rank may start the others, and then
+    call that function by itself: its lines are the same.
+    """
     frame, found = sys._getframe(1), []
     while frame:
         if kind_of(frame.f_code.co_filename) != TORCH:
             found.append(_line(frame))
+        if frame.f_code in entries:
+            break
         frame = frame.f_back
     return " ".join(found)
+
+
+def remember_entry(function):
+    """Remember that a process which this one starts begins with a function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is not None and kind_of(code.co_filename) != TORCH:
+        entries.add(code)
 
 
 def innermost_files(count):

@@ -123,7 +123,7 @@ def rates_differ(run):
         if text:
             yield Found(
                 f"the learning rates differ {text}",
-                "decide by a figure that all ranks share: all_reduce the loss before",
+                "step a schedule on all ranks, by figures that they share: all_reduce the loss",
                 AGREE,
             )
             return

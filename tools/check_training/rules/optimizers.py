@@ -16,13 +16,21 @@ def schedule_never_stepped(run):
     Looks alike, and is right: schedules that another one holds (SequentialLR, a warm-up), which
     wait for their turn; a schedule that is stepped after each epoch, in a run of one epoch.
     """
-    for rank in run.ranks.values():
+    having, waiting = collections.defaultdict(set), collections.defaultdict(set)
+    for number, rank in run.ranks.items():
         for schedule in schedules_that_count(rank):
+            having[in_words(schedule)].add(number)
             if is_never_stepped(rank, schedule):
-                yield Found(
-                    f"the schedule {in_words(schedule)} is never stepped: the rate stays",
-                    "call its step()",
-                )
+                waiting[in_words(schedule)].add(number)
+    for schedule, ranks in waiting.items():
+        if ranks == having[schedule]:
+            where, cure = "", ""
+        else:
+            where, cure = f" on {ranks_in_words(ranks)}", " on all ranks"
+        yield Found(
+            f"the schedule {schedule} is never stepped{where}: the rate stays",
+            f"call its step(){cure}",
+        )
 
 
 @rule()

@@ -183,13 +183,17 @@ def schedule_was_stepped(run, load, step):
 
 @rule()
 def loads_into_another_optimizer(run):
-    """The state is loaded into an optimizer that never takes a step."""
+    """Before the first step, the state is loaded into an optimizer that never takes one.
+
+    Looks alike, and is right: a model and its optimizer that are loaded later, to be evaluated.
+    """
     first = run.first
+    begin = min((step.time for of in first.steps.values() for step in of.values()), default=0)
     for load in first.records(LoadedIntoOptimizer):
-        if first.steps and load.optimizer not in first.steps:
+        if load.time < begin and load.optimizer not in first.steps:
             yield Found(
                 f"{load.line} loads the state of an optimizer that never takes a step",
-                "the one that trains was made afterwards",
+                "another optimizer trains, without that state",
                 NO_STATE,
             )
 

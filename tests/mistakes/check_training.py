@@ -488,6 +488,24 @@ MISTAKES = {
         LOOP,
         False,
     ),
+    "items that all ranks draw alike": (
+        {
+            DATA: """    class Drawn(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1024
+
+        def __getitem__(self, place):
+            x = torch.randn(10)
+            return x, x.norm(dim=0, keepdim=True)
+
+    dataset = Drawn()
+"""
+        },
+        "same_batches",
+        "found: all ranks train on the same batches: .*\n.* draw the same random items: seed",
+        "loss = ",
+        False,
+    ),
     "noises of a second loader": (  # they may be meant, so it is a question
         NOISES,
         "whole_set_on_each_rank",

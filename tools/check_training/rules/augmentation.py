@@ -2,10 +2,9 @@
 
 from ..findings import Found, Question, rule
 from ..words import differ, most
-from .pages import SILENT
+from .pages import RANDOMNESS, SILENT
 
 LEAST_CHANGE = 1e-6  # of the sum over all items: less than that is rounding
-RANDOMNESS = "recipes/randomness.py"
 
 
 @rule(unless={"data"})

@@ -7,7 +7,7 @@ import statistics
 from ..findings import Found, Question, rule
 from ..records.data import SubsetMade
 from ..words import differ, in_words, most
-from .pages import SHARE, SILENT
+from .pages import RANDOMNESS, SHARE, SILENT
 
 ALL_NOTED = 30  # calls of a DDP object, the first ones
 
@@ -120,13 +120,26 @@ def same_batches(run):
         same = how_many_are_the_same([row for row in rows if all(row)])
         if same:
             line = next(each.line for of in forwards.of.values() for each in of.values())
+            why, page = "a DistributedSampler (or your own split by rank) is missing", SHARE
+            if any(draws_what_it_gives(loader) for loader in run.training_loaders()):
+                why, page = "they draw the same random items: seed by rank", RANDOMNESS
             yield Found(
                 f"{in_words(forwards.of, run)} train on the same batches: {same} ({line})",
-                "the others add nothing: a DistributedSampler (or your own split by rank) is"
-                " missing",
-                SHARE,
+                f"the others add nothing: {why}",
+                page,
             )
             return
+
+
+def draws_what_it_gives(loader):
+    """Return whether a Loader's items must be random: no share of a set is the same as another.
+
+    Its dataset never reads the index that it is asked for, or its sampler gives each rank another
+    share.
+    """
+    starts = [each.start for each in loader.firsts]
+    replicas = {each.replica for each in starts if each.replicas is not None}
+    return all(each.draws_its_items for each in starts) or len(replicas) == len(starts) > 1
 
 
 def those_of_training(run, forwards):

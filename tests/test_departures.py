@@ -21,7 +21,7 @@ from mistakes.machines import two_runs
 from started import ACTIVE, PYTHON, ROOT, family, read_until, run, running, wait_until
 
 sys.path.insert(0, str(ROOT / "tools"))
-from kill_test import distance, events, judging, lab, records, verdicts
+from kill_test import distance, equality, events, judging, lab, records, verdicts
 
 KILL_TEST = ROOT / "tools/kill_test.py"
 TEMPLATE, LESSON = "template/train.py", "03_multinode.py"
@@ -169,8 +169,7 @@ def test_two_halves_are_told_from_a_change_of_machines(until, moments, halves):
     found = verdicts.find_halves(run)
     assert (found is not None) == halves and (not found or found.since == 4.5)
     run.printed_by.sort()
-    by_turns = verdicts.print_by_turns(run)
-    assert (by_turns is not None) == (len(moments) > 1)
+    assert (verdicts.print_by_turns(run) is not None) == (len(moments) > 1)
     run.worlds = [events.World(5.7, 1)]  # new ranks started between their steps
     assert verdicts.print_by_turns(run) is None
 
@@ -217,8 +216,14 @@ def test_a_file_of_another_machine_counts_if_it_is_new(tmp_path, is_new):
     """An old one stays on a machine that was away."""
     test, run = two_runs(tmp_path, events, 0 if is_new else time.time() + 60)
     found = distance.Distance()
-    verdicts.look_at_other_machines(test, run, found)
+    equality.look_at_other_machines(test, run, found)
     assert found.name == ("best.pt of node2" if is_new else "")
+
+
+@pytest.mark.parametrize(("ranks", "by"), [(4, 1e-6), (4, 1e-3), (2, 1e-6)])
+def test_three_ranks_may_add_in_another_order_after_a_restart(tmp_path, ranks, by):
+    test, run = two_runs(tmp_path, events, 0, 3 + by, ranks)
+    assert bool(equality.by_another_order(test, run, ranks)) == (ranks > 2 and by < 1e-5)
 
 
 def test_a_lab_is_dead_if_its_owner_is():

@@ -90,7 +90,7 @@ def train(device, args):
             f"epoch {epoch:2d}/{args.total_epochs} | loss {loss:.4f} | accuracy {accuracy:.4f} |"
             f" {speed:6.0f} images/s" + (f" | saved in {args.checkpoint_path}" if due else "")
         )
-    # The proofs, in eval mode. If your model skips layers in that mode, drop the next line.
+    # The proofs. evaluate() has set eval mode. If your model then skips layers, drop the next line.
     compare_gradients(model, loader, device)
     log(f"{world_size} replicas are identical, sha256 {check_replicas(model)}")
 
@@ -131,7 +131,7 @@ def evaluate(model, test_set, device):
 
 
 def compare_gradients(model, loader, device):
-    """Print relative differences of a rank's own gradient, and DDP's, from the whole batch's."""
+    """Print how far, relatively, a rank's own gradient, and DDP's, are from the whole batch's."""
 
     def gradient(net, images, labels):
         net.zero_grad()

@@ -14,7 +14,7 @@ snapshot.pt, and let a process kill itself in epoch 3. torchrun restarts all, at
     ...
     [rank 0/2] 2 replicas are identical, sha256 04064526e58c
 
-Delete snapshot.pt, and run it without --crash-epoch 3: both sha256 are equal (on GPUs, they may
+Delete snapshot.pt, and start without --crash-epoch 3: both sha256 are equal (on GPUs, they may
 differ). A crash costs what was done since the last snapshot, and the time to start again.
 New here: torchrun (main), a snapshot (save, resume), the same bits after a crash
 (settle_buckets). For a job, begin in template/. Next: 04_collectives.py (03: several machines).
@@ -50,7 +50,7 @@ def main():
     # Part 1: start. New in 02: torchrun starts this file N times, and tells each process by
     # environment variables who it is. LOCAL_RANK, its number on this machine, also chooses its GPU.
     # Part 2: meet. The ranks leave their addresses in a store, a dictionary that torchrun serves.
-    # After a restart, it still holds the addresses of the dead. So, new in 02: get it here, as
+    # After a restart, it still holds the addresses of the dead. So, new in 02: get the store, as
     # init_process_group would, and put the attempt before each key (pitfalls/stale_addresses.py).
     store, rank, world_size = next(dist.rendezvous("env://"))  # from torchrun's variables
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)

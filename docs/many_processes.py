@@ -17,7 +17,7 @@ def main():
     backend = dist.get_default_backend_for_device(device)  # NCCL connects GPUs, Gloo CPUs
     if backend == "gloo":  # a CPU; or a Mac: Gloo sends nothing from its GPU
         device = torch.device("cpu")
-    else:  # LOCAL_RANK: my number here, and my GPU's. Now device means that GPU
+    else:  # LOCAL_RANK: my number on this machine, and my GPU's. Now device means that GPU
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     # Part 2: meet. Each process waits here for all others. Then they are connected.
     dist.init_process_group(backend)

@@ -54,7 +54,7 @@ def _save(content, file):
         has_optimizer=keys >= OF_OPTIMIZERS,
         only_optimizer=isinstance(content, dict) and {*content} == OF_OPTIMIZERS,
         names_of_wrapper=any(
-            known.names <= keys and state_dicts.has_values_of(ddp, content)
+            known.names <= keys and state_dicts.is_saved_in(content, ddp, known.names)
             for ddp, known in list(model.state.wrappers.items())
         ),
         age=max(map(state_dicts.age, [content, *parts])),

@@ -66,15 +66,17 @@ def age(content):
     return optimizer.steps() - known.steps
 
 
-def has_values_of(module, content):
-    """Return whether a dict, or one in it, has a module's first trained parameter, as it is now.
+def is_saved_in(content, module, names):
+    """Return whether a dict, or one in it, is the state of a module as it is now.
 
-    An average of the weights has the same names, and other values. True for one that cannot be
-    read, such as a shard. A save waits for its GPU anyhow.
+    names: those in its state. An average of the weights may have the same names, and other values,
+    or a count beside them: then trainers put the weights into it, and the average into the model's
+    place. Of the values, those of the first trained parameter are compared; they are taken to be
+    equal where they cannot be read, as of a shard. A save waits for its GPU anyhow.
     """
     trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
     name, parameter = next(trained, ("", None))
-    saved = [values[name] for values in _dicts_in(content) if name in values]
+    saved = [values[name] for values in _dicts_in(content) if name and {*values} == names]
     for value in saved:
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue

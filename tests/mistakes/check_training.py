@@ -488,6 +488,19 @@ MISTAKES = {
         LOOP,
         False,
     ),
+    "rank 0 evaluates its share alone": (
+        before(
+            REDUCE,
+            "if dist.get_rank() == 0:",
+            "    share = DistributedSampler(dataset, shuffle=False)",
+            "    with torch.no_grad():",
+            "        [model.module(x) for x, _ in DataLoader(dataset, 64, sampler=share)]",
+        ),
+        "share_is_evaluated_alone",
+        "question: the evaluation .* runs on rank 0 alone, over a share: 512 of 1024 items",
+        "[model.module(x)",
+        False,
+    ),
     "items that all ranks draw alike": (
         {
             DATA: """    class Drawn(torch.utils.data.Dataset):
@@ -1715,6 +1728,12 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         LOADER: "    order = torch.Generator().manual_seed(0)\n"
         "    loader = DataLoader(dataset, batch_size=64, shuffle=True, generator=order)\n",
         **after(MOVE, "x, y = x[dist.get_rank() :: 2], y[dist.get_rank() :: 2]"),
+    },
+    "rank 0 saves now and then, and all ranks at the end": {
+        EPOCHS: "    def save(path):\n"
+        "        torch.save(model.module.state_dict(), path)\n\n" + EPOCHS,
+        SAVE: '            save(f"0/{epoch}.pt")\n    save(f"{dist.get_rank()}/9.pt")\n',
+        GROUP: GROUP + "    os.makedirs(str(dist.get_rank()), exist_ok=True)\n",
     },
     "one endless pass, and rank 0 evaluates": {
         LOADER: ENDLESS + LOADER.replace("DataLoader", "Endless"),

@@ -7,7 +7,7 @@ from ..records.files import Load, Move, OtherFile, Save
 from ..records.model import Forward
 from ..records.process import Call
 from ..records.times import StepTimes
-from ..words import differ
+from ..words import differ, in_words
 from .pages import METRICS
 
 
@@ -20,6 +20,8 @@ def items_counted_twice(run):
     also if no sum is seen, as the figures may come together in files.
     """
     for loader in run.evaluation_loaders():
+        if ranks_without(run, loader):
+            continue
         if any(counts_fewer(run.ranks[rank], of[0]) for rank, of in loader.passes.items()):
             continue
         for rank, passes in loader.passes.items():
@@ -38,6 +40,36 @@ def items_counted_twice(run):
                 "" if sure else "unless you drop them before you count",
                 "pitfalls/padded_evaluation.py",
             )
+
+
+@rule()
+def share_is_evaluated_alone(run):
+    """Some ranks go over their shares of a set to evaluate it, and the others never do.
+
+    It is a question: a look at a part of the set may be meant.
+    """
+    for loader in run.evaluation_loaders():
+        ranks, [first, *_] = sorted(loader.passes), loader.firsts
+        start = first.start
+        left_out = start.replicas == run.world_size > len(ranks) and ranks_without(run, loader)
+        if left_out and first.progress.exhausted and start.length:
+            yield Question(
+                f"the evaluation ({loader.line}) runs on {in_words(ranks)} alone, over a share:"
+                f" {first.progress.items} of {start.length} items",
+                "the others' shares are never evaluated: leave the sampler out, or let all ranks"
+                " evaluate",
+                METRICS,
+            )
+
+
+def ranks_without(run, loader):
+    """Return the ranks that never begin a pass over an evaluation's Loader, and go on after it."""
+    end = max(each.start.time for passes in loader.passes.values() for each in passes)
+    return [
+        number
+        for number, rank in run.ranks.items()
+        if rank.last > end and loader.key not in {each.start.loader for each in rank.passes}
+    ]
 
 
 @rule()

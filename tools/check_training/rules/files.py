@@ -159,7 +159,7 @@ def saved_by_own_decision(run):
     """All ranks save at a line, and at times some of them alone: each decides by its own figure.
 
     Looks alike, and is right: ranks that take turns; a helper by which all save one file, and
-    rank 0 another.
+    rank 0 another; one rank that saves now and then, and all that save at the end.
     """
     if run.cut:
         return
@@ -172,7 +172,9 @@ def saved_by_own_decision(run):
             for mine in saves.values()
             for save in mine
         ]
-        if max(partners) == len(saves) and min(partners) < len(saves):
+        once = sum(len(mine) == 1 for mine in saves.values())
+        one_decides = once >= len(saves) - 1
+        if max(partners) == len(saves) and min(partners) < len(saves) and not one_decides:
             counts = {rank: len(mine) for rank, mine in sorted(saves.items())}
             yield Question(
                 f"each rank decides for itself whether it saves ({line}): {on_each(counts)}, and"

@@ -39,7 +39,7 @@ def run_on_machines(test, base):
         ]:
             say(f"note: {text}")
         rounds = play_rounds(test, base)
-    say("\n".join(summary_of_machines(test.options, rounds)))
+    say("\n".join(summary_of_machines(test.options, rounds, undisturbed.worlds)))
     failed = any(played.verdict.failure for played in rounds)
     proven = any(played.verdict.proves for played in rounds)
     return 1 if failed or not proven else 0

@@ -122,6 +122,10 @@ class Stage:
         machine.attempts, machine.status, machine.ended, machine.back = 0, None, None, None
         machine.was_cut = machine.leaves = False
 
+    def may_start(self):
+        """Return whether the command may be started once more on all machines that have run it."""
+        return all(each.starts < self.test.options.starts for each in self.run.machines)
+
     def read(self):
         """Read what all machines have printed."""
         run = self.run
@@ -332,7 +336,8 @@ class Stage:
                 self.take_away(machine)
         elif left:
             return
-        run.kills.append(new_event(run, "anew", "all were started anew"))
+        if self.may_start():
+            run.kills.append(new_event(run, "anew", "all were started anew"))
         run.lost = None
         for machine in run.machines:
             if machine.starts:  # else it has still to join

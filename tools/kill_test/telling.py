@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 
+from .equality import trained_by_others
 from .words import clip
 
 INDENT = " " * 11
@@ -74,7 +75,9 @@ def describe_event(event, reference):
     if not event.restarted:
         lines.append(f"{INDENT}nothing was started again for it")
     elif event.next_step is None:
-        lines.append(f"{INDENT}no step was printed before the next event")
+        lines.append(
+            f"{INDENT}no rank that was started after it printed a step before the next event"
+        )
     else:
         ranks = "1 rank" if event.next_ranks == 1 else f"{event.next_ranks} ranks"
         lost = ""
@@ -108,8 +111,11 @@ def describe_end(end):
     return lines
 
 
-def summary_of_machines(options, rounds):
-    """Yield the lines about all rounds: what they prove, and what not."""
+def summary_of_machines(options, rounds, worlds):
+    """Yield the lines about all rounds: what they prove, and what not.
+
+    worlds: those of the undisturbed run.
+    """
     events = Counter(event.kind for played in rounds for event in played.run.kills)
     idle = [played for played in rounds if not (played.verdict.failure or played.verdict.proves)]
     good = [played for played in rounds if not played.verdict.failure and played.verdict.proves]
@@ -124,5 +130,7 @@ def summary_of_machines(options, rounds):
     unproven = [WORDS[kind] for kind in options.victims if not events[kind]]
     if not any(event.before_a_save for played in rounds for event in played.run.kills):
         unproven.append("an event before the first save")
+    if worlds and not any(trained_by_others(played.run, worlds[-1].size) for played in rounds):
+        unproven.append("steps of fewer ranks")
     never = ["the link of the first machine cut", "a disk lost", "GPUs"]
     yield f"not played: {', '.join([*unproven, *never])}"

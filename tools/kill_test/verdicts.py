@@ -106,7 +106,8 @@ def about_an_old_snapshot(reference, run, event, steps, after):
     earlier = [other for other in run.kills if other.restarted and other.lines < event.lines]
     if event.kind not in ("back", "join") or not earlier or not after:
         return ""
-    since = earlier[-1].lines
+    away = [other.lines for other in earlier if other.machine == event.machine]
+    since = away[-1] if away else 0
     meanwhile = [step.place for step in steps if since < step.line <= event.lines]
     if not meanwhile or min(after) > min(meanwhile):
         return ""
@@ -238,6 +239,8 @@ def began_too_late(reference, run, steps):
 
 def about_late_starts(reference, run):
     """Yield which machine was started when too little was left to do for it to take part."""
+    if any(end.used_up for end in run.ends):  # it fails at each start
+        return
     for event in run.kills:
         if event.kind in ("back", "join") and came_too_late(reference, run, event):
             yield (

@@ -318,6 +318,18 @@ CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 BOOTSTRAP = (
     "    sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=1024)\n"
 )
+# The optimizer has one tensor, and the model's weights and gradients are parts of it.
+FLAT = {
+    OPT: """    flat, gradient, end = torch.zeros(769), torch.zeros(769), 0
+    for each in model.parameters():
+        begin, end = end, end + each.numel()
+        flat[begin:end] = each.detach().flatten()
+        each.data = flat[begin:end].view_as(each)
+        each.grad = gradient[begin:end].view_as(each)
+    flat.grad = gradient
+    optimizer = torch.optim.SGD([flat], lr=0.05, momentum=0.9)
+"""
+}
 # Noises of a small set that all ranks have are added to each batch.
 NOISES = before(
     EPOCHS,
@@ -486,6 +498,13 @@ MISTAKES = {
         "whole_set_on_each_rank",
         "found: each rank goes through all 1024",
         LOOP,
+        False,
+    ),
+    "a flat tensor, whose gradient is lost": (
+        FLAT | {ZERO: "            optimizer.zero_grad()\n"},
+        "no_gradient_at_all",
+        "found: none of the optimizer's 1 parameters .* but its gradients no longer are",
+        "SGD([flat]",
         False,
     ),
     "rank 0 evaluates its share alone": (
@@ -1735,6 +1754,8 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         SAVE: '            save(f"0/{epoch}.pt")\n    save(f"{dist.get_rank()}/9.pt")\n',
         GROUP: GROUP + "    os.makedirs(str(dist.get_rank()), exist_ok=True)\n",
     },
+    "one flat tensor, of which the model has the parts": FLAT
+    | {ZERO: "            optimizer.zero_grad(set_to_none=False)\n"},
     "one endless pass, and rank 0 evaluates": {
         LOADER: ENDLESS + LOADER.replace("DataLoader", "Endless"),
         REDUCE: "        if dist.get_rank() == 0:\n"

@@ -44,6 +44,13 @@ def readable(tensor, step=LATER):
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def memory_of(tensor):
+    """Return the address of the memory that a tensor is a part of; None: it is not known."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
+
+
 def bits(tensor, most=16384):
     """Return the bits of a tensor, by so many of its values at most."""
     return _sample(tensor, most)[0]

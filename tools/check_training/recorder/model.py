@@ -12,7 +12,7 @@ from ..records.data import Mode
 from ..records.model import BareCall, Buffers, Forward, Wrapped
 from . import generators, gpu_times
 from .counters import counters
-from .fingerprints import FIRST, bits, looked_at, random_state, readable, tensors_in
+from .fingerprints import FIRST, bits, looked_at, memory_of, random_state, readable, tensors_in
 from .hooks import after, around, safely
 from .notebook import count, note, now, stand
 from .script_lines import where
@@ -66,6 +66,15 @@ def known_parameter(parameter):
     """Return the KnownParameter of a DDP object's parameter; None for any other one."""
     known = state.parameters.get(id(parameter))
     return known if known is not None and known.reference() is parameter else None
+
+
+def is_in_parts_of(parameters):
+    """Return whether a DDP object's parameters are parts of an optimizer's, and not these."""
+    if any(known_parameter(each) for each in parameters):
+        return False
+    memory = {memory_of(each) for each in parameters} - {None}
+    of_ddp = [known.reference() for known in state.parameters.values()]
+    return any(memory_of(each) in memory for each in of_ddp if each is not None)
 
 
 @after(DDP, "__init__", closed=True)

@@ -17,7 +17,7 @@ from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, S
 from . import gpu_times, graphs, links, model, shards
 from . import parameters as model_parameters
 from .counters import counters
-from .fingerprints import FIRST, bits, looked_at, prints, readable
+from .fingerprints import FIRST, bits, looked_at, memory_of, prints, readable
 from .hooks import after, around, at_start, safely
 from .notebook import count, note, now, open_files, site, uses
 from .script_lines import innermost_files, where
@@ -263,6 +263,7 @@ def describe(optimizer, known, parameters):
         detects_anomalies=torch.is_anomaly_enabled(),
         unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
         gathered=known.gathered,
+        is_flat=model.is_in_parts_of(parameters),
     )
 
 
@@ -321,13 +322,16 @@ def _bare(parameters, gradients):
 
 def _outside():
     """Return Step.outside: of the DDP objects that were called since the last step."""
-    owned = {id(each) for optimizer in list(state.known) for each in parameters_of(optimizer)}
+    owned = [each for optimizer in list(state.known) for each in parameters_of(optimizer)]
+    memory, owned = {memory_of(each) for each in owned} - {None}, {id(each) for each in owned}
     names = []
     for key, known in model.state.parameters.items():
         if key in owned or known.ddp not in model.state.called:
             continue
         parameter = known.reference()
-        if parameter is not None and parameter.grad is not None and parameter.requires_grad:
+        if parameter is None or parameter.grad is None or not parameter.requires_grad:
+            continue
+        if memory_of(parameter) not in memory:  # else it is a part of a flat tensor
             names.append(known.name)
     return names[:20]
 

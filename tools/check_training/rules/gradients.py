@@ -126,10 +126,15 @@ def no_gradient_at_all(run):
     for own in steps_of_each_rank(run):
         bare = steps_without_gradients(own)
         if most(len(bare), len(own.steps)) and not are_cleared_too_late(own):
+            why = "it is not the model that is trained"
+            cure = "make the optimizer from the parameters of the model that you call"
+            if own.optimizer.is_flat:
+                why = "the model's weights are parts of them, but its gradients no longer are"
+                cure = "zero_grad(set_to_none=False) keeps the gradients where they are"
             yield Found(
                 f"none of the optimizer's {len(own.optimizer.shapes)} parameters"
-                f" ({own.optimizer.line}) ever has a gradient: it is not the model that is trained",
-                "make the optimizer from the parameters of the model that you call",
+                f" ({own.optimizer.line}) ever has a gradient: {why}",
+                cure,
             )
 
 

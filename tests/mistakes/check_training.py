@@ -1755,7 +1755,13 @@ RIGHT = {  # scripts in styles that look like mistakes: changes of the same scri
         GROUP: GROUP + "    os.makedirs(str(dist.get_rank()), exist_ok=True)\n",
     },
     "one flat tensor, of which the model has the parts": FLAT
-    | {ZERO: "            optimizer.zero_grad(set_to_none=False)\n"},
+    | {ZERO: "            optimizer.zero_grad(set_to_none=False)\n"}
+    | after(BACK, "nn.utils.clip_grad_norm_([*model.parameters()], 1.0)"),
+    "an evaluation with gradients on, when the training is over": {
+        GELU: DROP,
+        EPOCHS: SEED + EPOCHS,
+        SAVE: SAVE + "    model.eval()\n    [model(x) for x in inputs.split(64)]\n",
+    },
     "one endless pass, and rank 0 evaluates": {
         LOADER: ENDLESS + LOADER.replace("DataLoader", "Endless"),
         REDUCE: "        if dist.get_rank() == 0:\n"

@@ -9,7 +9,7 @@ from torch.optim import optimizer as torch_optimizer
 from ..records.optimizer import Clip, ThrownAway
 from . import gpu_times, graphs, model, optimizer, times
 from .counters import counters
-from .fingerprints import looked_at, readable, tensors_in
+from .fingerprints import looked_at, memory_of, readable, tensors_in
 from .hooks import RAISED, after, around, safely
 from .notebook import count, note, now, stand, stand_no_more
 from .script_lines import where
@@ -140,9 +140,9 @@ def _note_clip(given, norm, most):
         parameters = 0 if norm == 0 else 1
     else:
         listed = given if torch.is_tensor(given) else [*given]
-        ids = {id(each) for each in tensors_in(listed)}
-        owners = [each for each in optimizer.state.known if ids & _ids_of(each)]
-        parameters = len(ids)
+        tensors = [*tensors_in(listed)]
+        owners = _owners_of(tensors)
+        parameters = len({id(each) for each in tensors})
     note(
         Clip,
         number=number,
@@ -156,8 +156,18 @@ def _note_clip(given, norm, most):
     )
 
 
-def _ids_of(each):
-    return {id(parameter) for parameter in optimizer.parameters_of(each)}
+def _owners_of(tensors):
+    """Return the optimizers that have one of these tensors, or else one of which it is a part."""
+    ids = {id(each) for each in tensors}
+    memory = {memory_of(each) for each in tensors} - {None}
+    owners, of_the_whole = [], []
+    for each in list(optimizer.state.known):
+        parameters = optimizer.parameters_of(each)
+        if not ids.isdisjoint(map(id, parameters)):
+            owners.append(each)
+        elif not memory.isdisjoint(map(memory_of, parameters)):
+            of_the_whole.append(each)
+    return owners or of_the_whole
 
 
 def _scaled(owners):

@@ -11,7 +11,8 @@ def goes_on_in_eval_mode(run):
     """Training goes on in eval mode after an evaluation: no dropout, and BatchNorm stands still.
 
     Looks alike, and is right: fine-tuning in eval mode from the start, frozen BatchNorm (the whole
-    model is still in train mode), models without dropout and BatchNorm.
+    model is still in train mode), models without dropout and BatchNorm, an evaluation with
+    gradients on when the training is over.
     """
     for forwards in forwards_that_depend_on_the_mode(run):
         first_off = {rank: first_in_eval_mode(of) for rank, of in forwards.of.items()}
@@ -19,8 +20,12 @@ def goes_on_in_eval_mode(run):
             first = first_off[rank]
             if first is None or first.number == 0:
                 continue
+            end = time_of_the_last_step(run.ranks[rank])
             later = [each for each in of.values() if each.number >= first.number]
-            if later[-1].number - first.number < 8 or any(each.training for each in later):
+            later = [each for each in later if each.time < end]
+            if not later or any(each.training for each in later):
+                continue
+            if later[-1].number - first.number < 8:
                 continue
             others = [other for other, its_first in first_off.items() if its_first]
             yield Found(
@@ -55,6 +60,11 @@ def forwards_that_depend_on_the_mode(run):
     return [
         each for each in run.forwards() if each.wrapped.has_dropout or each.wrapped.has_batch_norm
     ]
+
+
+def time_of_the_last_step(rank):
+    """Return when a Rank took the last step that is noted, in seconds; 0 if there is none."""
+    return max((step.time for of in rank.steps.values() for step in of.values()), default=0)
 
 
 def first_in_eval_mode(forwards):

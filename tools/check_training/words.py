@@ -16,6 +16,11 @@ def in_words(ranks, run=None):
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
+def verb(name, ranks):
+    """Return a verb as it stands after in_words(ranks): "calls" for one rank, "call" for more."""
+    return f"{name}s" if len(ranks) == 1 else name
+
+
 def on_each(figures):
     """Return "3 on rank 0, 4 on rank 1" for {rank: figure}, of four ranks at most."""
     return ", ".join(f"{figure} on rank {rank}" for rank, figure in [*figures.items()][:4])

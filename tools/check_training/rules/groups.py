@@ -8,7 +8,7 @@ from ..records.files import Save
 from ..records.model import Forward
 from ..records.process import Call, Forgotten, GroupMade, Joined, Started
 from ..records.times import StepTimes
-from ..words import differ, in_words
+from ..words import differ, in_words, verb
 from .pages import SILENT
 
 # Calls whose tensor has the same size on all ranks.
@@ -133,7 +133,7 @@ def some_call_the_wrapper(run):
             if len(callers) == len(counts):
                 continue
             page = "pitfalls/wrapper_on_rank_0.py"
-            what = f"{in_words(callers)} alone calls the DDP object at {line}"
+            what = f"{in_words(callers)} alone {verb('call', callers)} the DDP object at {line}"
             if not run.stalled and all(
                 are_made_up_for(run.ranks[rank], number, line) for rank in callers
             ):

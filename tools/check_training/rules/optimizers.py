@@ -4,7 +4,7 @@ import collections
 
 from ..findings import Found, Question, rule
 from ..records.optimizer import Average, ModelCopy, Optimizer, Schedule
-from ..words import differ, on_each
+from ..words import differ, on_each, verb
 from ..words import in_words as ranks_in_words
 from .pages import SILENT
 
@@ -169,7 +169,7 @@ def average_of_some_ranks(run):
             line = averages[callers[0]].line
             yield Question(
                 f"AveragedModel ({line}) has these numbers of updates: {on_each(updates)}. And"
-                f" {ranks_in_words(callers)} calls it, too",
+                f" {ranks_in_words(callers)} {verb('call', callers)} it, too",
                 "each rank has an average of its own: update it on all ranks",
                 SILENT,
             )

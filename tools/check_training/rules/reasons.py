@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..records.model import BareCall, Forward, LoadedIntoModel
 from ..records.optimizer import Clip, LoadedIntoOptimizer
 from ..records.process import Call
-from ..words import differ, in_words, of_some_alone
+from ..words import differ, in_words, of_some_alone, verb
 from .apart import places_that_differ
 from .pages import CLIP, ELASTIC, SILENT
 
@@ -86,7 +86,8 @@ def loads_after_ddp(apart):
     }
     some = of_some_alone(loads)
     if some:
-        return f"{in_words(some)} alone loads weights after DDP(), at {loads[some[0]][0]}"
+        line = loads[some[0]][0]
+        return f"{in_words(some)} alone {verb('load', some)} weights after DDP(), at {line}"
     return ""
 
 
@@ -203,7 +204,7 @@ def loads_weights_alone(apart):
     }
     some = of_some_alone(loads)
     if some:
-        return f"{in_words(some)} alone loads weights, at {loads[some[0]][0]}"
+        return f"{in_words(some)} alone {verb('load', some)} weights, at {loads[some[0]][0]}"
     return ""
 
 
@@ -219,14 +220,15 @@ def loads_optimizer_alone(apart):
     }
     some = of_some_alone(loads)
     if some:
-        return f"{in_words(some)} alone loads the optimizer's state, at {loads[some[0]][0]}"
+        line = loads[some[0]][0]
+        return f"{in_words(some)} alone {verb('load', some)} the optimizer's state, at {line}"
     return ""
 
 
 def clips_alone(apart):
     """Some ranks clip the gradients, and others do not."""
     some = of_some_alone(clips_of(apart))
-    return f"{in_words(some)} alone clips the gradients" if some else ""
+    return f"{in_words(some)} alone {verb('clip', some)} the gradients" if some else ""
 
 
 def clips_by_own_norm(apart):

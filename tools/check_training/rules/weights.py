@@ -5,7 +5,7 @@ import math
 from ..findings import Found, Question, rule
 from ..records.model import Forward
 from ..records.process import Call
-from ..words import differ, in_words
+from ..words import differ, in_words, verb
 from .apart import Apart, places_that_differ, wrapper_of
 from .reasons import (
     begin_with_other_weights,
@@ -32,7 +32,8 @@ def never_steps(run):
         ]
         if absent:
             yield Found(
-                f"{in_words(absent)} never takes a step with the optimizer of {note.line}",
+                f"{in_words(absent)} never {verb('take', absent)} a step with the optimizer of"
+                f" {note.line}",
                 "the weights come apart",
             )
 

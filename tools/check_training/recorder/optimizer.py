@@ -323,17 +323,16 @@ def _bare(parameters, gradients):
 def _outside():
     """Return Step.outside: of the DDP objects that were called since the last step."""
     owned = [each for optimizer in list(state.known) for each in parameters_of(optimizer)]
-    memory, owned = {memory_of(each) for each in owned} - {None}, {id(each) for each in owned}
-    names = []
+    ids, outside = {id(each) for each in owned}, []
     for key, known in model.state.parameters.items():
-        if key in owned or known.ddp not in model.state.called:
+        if key in ids or known.ddp not in model.state.called:
             continue
         parameter = known.reference()
-        if parameter is None or parameter.grad is None or not parameter.requires_grad:
-            continue
-        if memory_of(parameter) not in memory:  # else it is a part of a flat tensor
-            names.append(known.name)
-    return names[:20]
+        if parameter is not None and parameter.grad is not None and parameter.requires_grad:
+            outside.append((parameter, known.name))
+    memory = {memory_of(each) for each in owned} - {None} if outside else ()
+    # What is a part of a flat tensor changes with it.
+    return [name for parameter, name in outside if memory_of(parameter) not in memory][:20]
 
 
 def _lost_hooks(parameters):

@@ -262,6 +262,7 @@ def steps(rank, count=8, more=(), optimizer="o1", each=lambda number: {}, **fiel
         "gradients": FULL,
         "without_gradient": 0,
         "outside": [],
+        "outside_moved": [],
         "rates": [0.1],
         "scales": [],
         "stale": False,
@@ -295,9 +296,9 @@ def clips(count=8, **fields):
     return [Clip(1.0, number, "a.py:8", **fields) for number in range(count)]
 
 
-def thrown(backwards=1, count=1):
+def thrown(backwards=1, count=1, at_the_end=True):
     """Return records of zero_grad() that throws gradients away."""
-    return [ThrownAway(1.0, "a.py:9", backwards)] * count
+    return [ThrownAway(1.0, "a.py:9", backwards, at_the_end)] * count
 
 
 def calls(count, is_gradient):
@@ -318,6 +319,7 @@ TWICE = {"forwards": 2, "backwards": 2}
 INSIDE = [Forward(1.0, 0, 0, "a.py:4", True, True, exchanges=False)]
 EVALUATION = [Forward(1.0, 0, 0, "a.py:4", False, True, exchanges=False)]
 BROKEN = {"gradients": [Print(1, 0.5), Print(2, float("nan"))]}
+LOST = {**BROKEN, "weights": BROKEN["gradients"]}
 LATE = {"cleared_after": 1, "gradients": [Print(1, 0.0), None]}
 OUT = {"outside": ["w"]}
 STEPS = [
@@ -332,16 +334,27 @@ STEPS = [
     ("cleared_too_late", NOTHING, both(steps, count=7, **LATE)),
     ("no_gradient_at_all", Found, both(steps, **BARE)),
     ("no_gradient_at_all", NOTHING, both(steps, **{**BARE, "without_gradient": 1})),
+    (  # it may come later
+        "no_gradient_at_all",
+        Question,
+        both(steps, more=steps(0, optimizer="o2"), **BARE),
+    ),
+    (  # it has come
+        "no_gradient_at_all",
+        NOTHING,
+        both(steps, count=20, each=lambda number: BARE if number < 15 else {}),
+    ),
     ("no_gradient_at_all", NOTHING, both(steps, backwards=0, **BARE)),  # it waits for its turn
     ("no_gradient_at_all", NOTHING, both(steps, cleared_after=1, **BARE)),  # said by another rule
     ("no_gradient_at_all", NOTHING, both(steps, more=[Uses(0.0, "shards")], **BARE)),
     ("no_gradient_at_all", NOTHING, both(steps, count=7, **BARE)),
-    ("not_finite", Found, both(steps, each=from_step(5, **BROKEN))),
-    ("not_finite", Found, both(steps, gradients=[Print(1, float("inf")), None])),
-    ("not_finite", NOTHING, both(steps, gradients=[None, Print(1, 1e30)])),
+    ("not_finite", Found, both(steps, each=lambda n: {5: BROKEN, 6: LOST, 7: LOST}.get(n, {}))),
+    ("not_finite", NOTHING, both(steps, each=from_step(5, **BROKEN))),  # such steps are left out
+    ("not_finite", NOTHING, both(steps, each=from_step(6, weights=LOST["weights"]))),
     ("parameters_in_no_optimizer", Found, both(steps, count=7, **OUT)),
     ("parameters_in_no_optimizer", NOTHING, both(steps, count=6, **OUT)),  # too few to tell
     ("parameters_in_no_optimizer", NOTHING, both(steps)),
+    ("parameters_in_no_optimizer", NOTHING, both(steps, **OUT, outside_moved=["w"])),
     ("parameters_in_no_optimizer", NOTHING, both(steps, **OUT, **BARE)),  # said by another rule
     (  # a second optimizer comes later
         "parameters_in_no_optimizer",
@@ -368,6 +381,11 @@ STEPS = [
     ),
     ("rest_thrown_away", Question, both(steps, more=[*a_pass(0), *thrown()], backwards=4)),
     ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown()], backwards=1)),
+    (
+        "rest_thrown_away",
+        NOTHING,
+        both(steps, more=[*a_pass(0), *thrown(at_the_end=False)], backwards=4),
+    ),
     ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown(4)], backwards=4)),
     ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown(0)], backwards=4)),
     ("rest_thrown_away", NOTHING, both(steps, more=[*a_pass(0), *thrown(1, 2)], backwards=4)),
@@ -385,6 +403,11 @@ STEPS = [
     ("clips_scaled_gradients", NOTHING, both(steps, count=0, more=clips(scaled=True))),
     ("clips_nothing", Found, both(steps, more=clips(parameters=0, in_an_optimizer=False))),
     ("clips_nothing", NOTHING, both(steps, more=clips())),
+    (
+        "clips_nothing",
+        NOTHING,
+        both(steps, more=[*clips(parameters=0, in_an_optimizer=False), *clips(1)]),
+    ),
     ("clips_what_is_not_trained", Found, both(steps, more=clips(in_an_optimizer=False))),
     (
         "clips_what_is_not_trained",

@@ -34,12 +34,14 @@ class Rank:
     number            of the rank in its group; None: it has joined none
     world_size, local_world_size, host, attempt, cores, debugging, calendar, script, sources
                       as in records.process.Joined
+    bound_to          as in records.process.Joined
     machine           the Machine on which it runs
     standing          what it was in at last, a Standing
     left              its records of leaving: [] if it was ended before
     full              its file had no more room at some time
     steps             {key of an optimizer: {number: Step}}
     optimizers        {key of an optimizer: its latest Optimizer}
+    wrapped           {number of a DDP object: its Wrapped}
     passes            its LoaderPass objects, in their order
     features          what it uses of records.process.FEATURES
     steps_taken       by its optimizer, noted or not
@@ -56,7 +58,7 @@ class Rank:
         self.world_size = joined.world_size
         self.local_world_size = joined.local_world_size or joined.world_size
         self.host, self.attempt, self.cores = joined.host, joined.attempt, joined.cores
-        self.debugging = joined.debugging
+        self.debugging, self.bound_to = joined.debugging, joined.bound_to
         self.calendar, self.script, self.sources = joined.calendar, joined.script, joined.sources
         self.machine = joined.machine or Machine(key=joined.host, clock="", node=None, address="")
         self.standing = standing or lines.Standing("")
@@ -65,6 +67,7 @@ class Rank:
         for step in self.records(Step):
             self.steps.setdefault(step.optimizer, {})[step.number] = step
         self.optimizers = {each.optimizer: each for each in self.records(Optimizer)}
+        self.wrapped = {each.ddp: each for each in self.records(Wrapped)}
         self.passes = self._passes()
         self.features = {each.what for each in self.records(Uses)}
         counts = [each.number + 1 for each in self.records(StepTimes)]
@@ -201,6 +204,11 @@ class Run:
     def records_by_rank(self, kind):
         """Return {rank: its records of a class}."""
         return {number: rank.records(kind) for number, rank in self.ranks.items()}
+
+    def cores_of(self, rank):
+        """Return how many cores the ranks on a Rank's machine may use together."""
+        there = [each for each in self.ranks.values() if each.machine.key == rank.machine.key]
+        return len(set().union(*(each.bound_to for each in there))) or rank.cores
 
     def machine_of(self, number):
         """Return the name of the machine on which a rank runs."""

@@ -194,7 +194,7 @@ def lines_of(run, table, busy=True):
     yield "rank    step           range" + "".join(f"  {name}" for name in COLUMNS)
     for rank, steps in sorted(table.items()):
         yield line_of(rank, steps)
-    load, cores = os.getloadavg()[0], run.first.cores
+    load, cores = os.getloadavg()[0], run.cores_of(run.first)
     if busy and load > 3 * cores:
         yield (
             f"the machine is busy (load {load:.0f} on {cores} cores): on an idle one, the parts may"

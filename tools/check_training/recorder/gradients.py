@@ -27,6 +27,9 @@ def backward(args, kwargs):
     for known in optimizer.state.known.values():
         if known.uncleared == known.others == 1 and looked_at(known.step):
             known.mixed = known.smallest is not None and known.smallest_gradient() != 0
+        if known.uncleared and looked_at(known.step) and known.has_lost_the_smallest():
+            # The script has taken the gradients away by hand.
+            known.cleared_after, known.uncleared = known.uncleared, 0
         known.uncleared += 1
         if known.stale and looked_at(known.step):
             # Else the gradients were cleared by hand: p.grad = None, or another one.
@@ -56,7 +59,8 @@ def backward(args, kwargs):
     stand_no_more("backward", counters.backward_line, failed=result is RAISED)
     for known in optimizer.state.known.values():
         if known.stale and looked_at(known.step):
-            known.smallest_bits = known.smallest_gradient()
+            before, known.smallest_bits = known.smallest_bits, known.smallest_gradient()
+            known.added |= known.smallest_bits != before
 
 
 def _reports_the_end(ready):
@@ -94,7 +98,8 @@ def cleared(args, kwargs):
         if each in had_some:
             known.cleared_after = known.uncleared
             if is_its_own and count("thrown away") < 500:
-                note(ThrownAway, line=where(), backwards=known.uncleared)
+                lost, at_the_end = known.uncleared, _at_the_end_of_a_pass()
+                note(ThrownAway, line=where(), backwards=lost, at_the_end=at_the_end)
         known.stale, known.uncleared, known.mixed = False, 0, False
 
 
@@ -102,6 +107,14 @@ def _has_some(each, known):
     """Return whether an optimizer has gradients of backward passes since its last step."""
     parameters = optimizer.parameters_of(each) if known.uncleared else ()
     return any(parameter.grad is not None for parameter in parameters)
+
+
+def _at_the_end_of_a_pass():
+    """Return ThrownAway.at_the_end."""
+    one = counters.feeding
+    if one is None:
+        return False
+    return one.over or one.complete or (one.batches < 2 and one.pass_of_loader > 0)
 
 
 def _nothing_left(known):
@@ -171,10 +184,19 @@ def _owners_of(tensors):
 
 
 def _scaled(owners):
-    """Return whether a GradScaler still multiplies the gradients of one of the optimizers."""
+    """Return whether a GradScaler still multiplies the gradients of all of the optimizers.
+
+    One that no GradScaler has taken a step with is trained without any.
+    """
+    return bool(owners) and all(map(_is_scaled, owners))
+
+
+def _is_scaled(owner):
+    """Return whether a GradScaler still multiplies the gradients of an optimizer."""
+    if owner not in optimizer.state.scaled:
+        return False
     for scaler, used in optimizer.state.scalers.items():
-        for owner in owners if used else ():
-            own = scaler._per_optimizer_states.get(id(owner))  # made by unscale_() or step()
-            if own is None or "UNSCALED" not in str(own["stage"]):
-                return True
+        own = scaler._per_optimizer_states.get(id(owner))  # made by unscale_() or step()
+        if used and (own is None or "UNSCALED" not in str(own["stage"])):
+            return True
     return False

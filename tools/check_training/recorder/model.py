@@ -68,6 +68,14 @@ def known_parameter(parameter):
     return known if known is not None and known.reference() is parameter else None
 
 
+def was_added(parameter):
+    """Return whether a parameter was put into the module of a DDP object after that was made."""
+    if known_parameter(parameter) is not None:
+        return False
+    of_modules = (each for ddp in list(state.wrappers) for each in ddp.module.parameters())
+    return any(parameter is each for each in of_modules)
+
+
 def is_in_parts_of(parameters):
     """Return whether a DDP object's parameters are parts of an optimizer's, and not these."""
     if any(known_parameter(each) for each in parameters):
@@ -103,7 +111,10 @@ def made(result, args, kwargs):
         frozen=[name for name, parameter in named if not parameter.requires_grad],
         sends_buffers=ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()),
         has_dropout=any("Dropout" in kind and chance for kind, chance in kinds),
-        has_batch_norm=any(kind.startswith("BatchNorm") for kind, _ in kinds),
+        has_batch_norm=any(
+            type(each).__name__.startswith("BatchNorm") and each.running_mean is not None
+            for each in ddp.module.modules()
+        ),
     )
 
 
@@ -158,6 +169,7 @@ def forward(args, kwargs):
         gradients=gradients,
         training=training,
         exchanges=exchanges,
+        is_frozen=not any(each.requires_grad for each in ddp.module.parameters()),
         all_used=all_used,
         **seen,
     )
@@ -234,7 +246,7 @@ def _look_into(inputs, options, ddp, call):
 
 
 def note_buffers(step):
-    """Note the buffers of all DDP objects' modules that are not BatchNorm's."""
+    """Note the buffers of all DDP objects' modules."""
     for ddp, known in list(state.wrappers.items()):
         of_norms = {
             id(buffer)
@@ -247,7 +259,10 @@ def note_buffers(step):
             for name, buffer in list(ddp.module.named_buffers())[:1000]
             if id(buffer) not in of_norms and readable(buffer, step)
         }
-        note(Buffers, ddp=known.number, bits=own)
+        means = [
+            bits(each.running_mean) for each in ddp.module.modules() if _is_own_norm(each, step)
+        ]
+        note(Buffers, ddp=known.number, bits=own, means=means)
 
 
 def modes(step):

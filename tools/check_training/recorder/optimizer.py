@@ -14,11 +14,11 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
-from . import gpu_times, graphs, links, model, shards
+from . import gpu_times, graphs, links, model, shards, unowned
 from . import parameters as model_parameters
 from .counters import counters
-from .fingerprints import FIRST, bits, looked_at, memory_of, prints, readable
-from .hooks import after, around, at_start, safely
+from .fingerprints import FIRST, bits, looked_at, prints, readable
+from .hooks import after, around, at_start, before, safely
 from .notebook import count, note, now, open_files, site, uses
 from .script_lines import innermost_files, where
 from .state import kept
@@ -49,6 +49,7 @@ class KnownOptimizer:
     smallest: weakref.ref | None = None  # the parameter with the smallest gradient
     smallest_bits: int = 0  # of this gradient; 0: it is gone, or zero
     smallest_at: int = 0  # where this gradient is in memory
+    added: bool = False  # a backward pass has added to this gradient since
     uncleared: int = 0  # backward passes since its last step, or since zero_grad()
     others: int = 0  # steps of other optimizers since its last one
     mixed: bool = False  # as in Step
@@ -61,6 +62,11 @@ class KnownOptimizer:
         if gradient is None or not readable(gradient, self.step) or not bool(gradient.any()):
             return 0
         return bits(gradient)
+
+    def has_lost_the_smallest(self):
+        """Return whether the parameter with the smallest gradient has none any more."""
+        parameter = None if self.smallest is None else self.smallest()
+        return parameter is not None and parameter.grad is None
 
     def smallest_was_replaced(self):
         """Return whether another tensor is in the place of the smallest gradient by now."""
@@ -79,6 +85,8 @@ class Optimizers:
     scalers: weakref.WeakKeyDictionary = field(  # {GradScaler: it was on when it scaled a loss}
         default_factory=weakref.WeakKeyDictionary
     )
+    # Optimizers that a GradScaler has unscaled, or taken a step with.
+    scaled: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     main: str | None = None  # key of the main optimizer
     others: int = 0  # steps of other optimizers since its last one
 
@@ -150,6 +158,13 @@ def loaded(args, kwargs):
 def scaled(result, args, kwargs):
     """Remember a GradScaler."""
     state.scalers[args[0]] = args[0].is_enabled()
+
+
+@before(torch.amp.GradScaler, "unscale_")
+@before(torch.amp.GradScaler, "step")
+def used_by_a_scaler(args, kwargs):
+    """Remember whose gradients a GradScaler multiplies."""
+    state.scaled.add(args[1] if len(args) > 1 else kwargs["optimizer"])
 
 
 @at_start
@@ -226,7 +241,7 @@ def look_at_step(optimizer, known, batches):
     if known.step == SECOND_LOOK and count("buffers") == 0:
         model.note_buffers(known.step)
         model_parameters.note_strays(known.step)
-    if known.backwards == counters.backwards or known.smallest_was_replaced():
+    if not known.added or known.smallest_was_replaced():
         known.stale = False  # gradients by hand
     note_step(optimizer, known, parameters, batches)
 
@@ -263,6 +278,7 @@ def describe(optimizer, known, parameters):
         detects_anomalies=torch.is_anomaly_enabled(),
         unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
         gathered=known.gathered,
+        added=[place for place, each in enumerate(parameters) if model.was_added(each)],
         is_flat=model.is_in_parts_of(parameters),
     )
 
@@ -278,6 +294,8 @@ def note_step(optimizer, known, parameters, batches):
     scalers = list(state.scalers) if known.step < FIRST else []
     gradients = prints([each.grad for each in parameters], known.step)
     graphs_held, graphs_since_start = graphs.held()
+    owned = [each for optimizer in list(state.known) for each in parameters_of(optimizer)]
+    outside, outside_moved = unowned.names(owned, known.step)
     note(
         Step,
         optimizer=known.key,
@@ -286,7 +304,8 @@ def note_step(optimizer, known, parameters, batches):
         weights=prints(parameters, known.step),
         gradients=gradients,
         without_gradient=sum(each.grad is None for each in parameters),
-        outside=_outside(),
+        outside=outside,
+        outside_moved=outside_moved,
         rates=rates_of(optimizer),
         scales=[scaler.get_scale() for scaler in scalers if scaler.is_enabled()],
         stale=known.stale,
@@ -318,21 +337,6 @@ def _bare(parameters, gradients):
         if gradient is None or is_zero:
             places.append(place)
     return places
-
-
-def _outside():
-    """Return Step.outside: of the DDP objects that were called since the last step."""
-    owned = [each for optimizer in list(state.known) for each in parameters_of(optimizer)]
-    ids, outside = {id(each) for each in owned}, []
-    for key, known in model.state.parameters.items():
-        if key in ids or known.ddp not in model.state.called:
-            continue
-        parameter = known.reference()
-        if parameter is not None and parameter.grad is not None and parameter.requires_grad:
-            outside.append((parameter, known.name))
-    memory = {memory_of(each) for each in owned} - {None} if outside else ()
-    # What is a part of a flat tensor changes with it.
-    return [name for parameter, name in outside if memory_of(parameter) not in memory][:20]
 
 
 def _lost_hooks(parameters):
@@ -389,4 +393,4 @@ def _watch_gradients(optimizer, known):
         smallest = min(filled, key=lambda each: each.grad.numel())
         known.smallest, known.smallest_at = weakref.ref(smallest), _address_of(smallest.grad)
         known.smallest_bits = known.smallest_gradient()
-    known.stale = bool(filled and known.smallest_bits)
+    known.stale, known.added = bool(filled and known.smallest_bits), False

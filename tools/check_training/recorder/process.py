@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, JoinBegun, Joined, Left
-from . import gpu_times, links, machine, model, optimizer, passes, totals, works
+from . import gpu_times, links, machine, model, optimizer, passes, schedules, totals, works
 from .counters import counters
 from .fingerprints import bits, looked_at, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -128,6 +128,7 @@ def joined():
         attempt=number_in_environment("TORCHELASTIC_RESTART_COUNT") or 0,
         cores=len(os.sched_getaffinity(0)),
         debugging=[f"{name}={on}" for name, on in DEBUGGING if os.environ.get(name) == on],
+        bound_to=sorted(os.sched_getaffinity(0)),
         machine=machine.this_machine(),
         calendar=time.time(),
         script=machine.script(),
@@ -146,6 +147,7 @@ def leaves(args, kwargs):
 def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
+    schedules.note_all()
     gpu_times.note_what_is_done()
     links.note_links()
     works.note_forgotten()
@@ -276,6 +278,8 @@ def _unheld(name, args, kwargs):
         return None
     # One reference is that of args, and one is made for this call.
     if sys.getrefcount(args[0]) != 2 or not readable(args[0], optimizer.steps()):
+        return None
+    if not args[0].untyped_storage().resizable():  # an array of numpy may have the memory
         return None
     # The memory may be another tensor's, too: it has more users then than that of a new one.
     users, users_of_new = (

@@ -98,7 +98,7 @@ def _like_a_wrapped_model(module):
 
 
 def note_all():
-    """Note how all of them stand; called when a pass over a loader is over."""
+    """Note how all of them stand; called when a pass over a loader is over, and at the end."""
     for schedule, line in list(state.schedules.items()):
         lengths = [getattr(schedule, name) for name in LENGTHS if hasattr(schedule, name)]
         note(

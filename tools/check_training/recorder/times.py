@@ -85,7 +85,9 @@ def step_ended(number, end):
             _keep(each.part, each.begin, end, each.thread)
         each.begin = end
     if state.timed:
-        spans = _spans_of(state.spans)
+        # What another thread did meanwhile, such as one that fetches batches, took no time of it.
+        thread = threading.get_ident()
+        spans = _spans_of([each for each in state.spans if each.thread == thread])
         note(StepTimes, number=number, spans=spans, end=end, own=round(now() - end, 6))
     if state.last_end is not None:
         _look_for_a_gap(number, state.last_end, end)

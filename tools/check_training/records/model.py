@@ -1,6 +1,6 @@
 """DDP objects: how they were made, and their forward passes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .base import Record
 
@@ -29,6 +29,7 @@ class Forward(Record):
     gradients: bool  # they are on
     training: bool
     exchanges: bool  # its backward() will average gradients: no_sync() and the like are off
+    is_frozen: bool = False  # no parameter of it needs a gradient
     # All exchanges before this call have used all parameters, on all ranks. None: DDP does not
     # search for unused ones, or it was not looked at (on a GPU after the first steps).
     all_used: bool | None = None
@@ -52,10 +53,11 @@ class BareCall(Record):
 
 @dataclass(slots=True)
 class Buffers(Record):
-    """Buffers of a DDP object that are not BatchNorm's, before the ninth step."""
+    """Buffers of a DDP object, before the ninth step. Of BatchNorm's, the means alone."""
 
     ddp: int
-    bits: dict[str, int]  # {name: bits}
+    bits: dict[str, int]  # {name: bits}, of those that are not BatchNorm's
+    means: list[int] = field(default_factory=list)  # bits of each BatchNorm's running mean
 
 
 @dataclass(slots=True)

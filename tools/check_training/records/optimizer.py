@@ -29,6 +29,8 @@ class Optimizer(Record):
     unasked_float64: bool  # a parameter is float64, and that is not the default type
     # Names of parameters that were copies when it was made: FSDP2 had gathered them.
     gathered: list[str] = field(default_factory=list)
+    # Places of those that were put into the module of a DDP object after DDP() was made.
+    added: list[int] = field(default_factory=list)
     is_flat: bool = False  # DDP's parameters are parts of its tensors, and not these themselves
 
 
@@ -43,6 +45,7 @@ class Step(Record):
     gradients: list[Print | None]  # of each parameter; None: it has none, or was not read
     without_gradient: int  # so many parameters have none
     outside: list[str]  # names of DDP's parameters with a gradient that are in no optimizer
+    outside_moved: list[str]  # names of those of them that have changed since the first step
     rates: list[float]  # learning rate of each group of parameters
     scales: list[float]  # of each GradScaler that is on
     stale: bool  # gradients of the step before were not cleared
@@ -72,6 +75,8 @@ class ThrownAway(Record):
 
     line: str
     backwards: int  # passes whose gradients are lost
+    # No batch of a pass over a loader was left, or the next pass had given its first one.
+    at_the_end: bool
 
 
 @dataclass(slots=True)

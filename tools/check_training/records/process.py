@@ -39,6 +39,7 @@ class Joined(Record):
     # {file of the script: bits of its content}, of all that it has imported from its folder so far
     sources: dict[str, int] = field(default_factory=dict)
     line: str = ""  # that called init_process_group(); "": not known
+    bound_to: list[int] = field(default_factory=list)  # the numbers of these cores
 
 
 @dataclass(slots=True)

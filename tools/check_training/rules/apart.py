@@ -1,5 +1,6 @@
 """What is known of weights that have come apart, for the rule and for the reasons."""
 
+import collections
 from dataclasses import dataclass
 
 from ..records.model import Wrapped
@@ -56,10 +57,26 @@ class Apart:
         return name and name.name
 
 
-def wrapper_of(run, note):
-    """Return the Wrapped whose parameters an Optimizer has; None if there is none."""
+def wrapper_of(rank, note):
+    """Return the Wrapped of a Rank whose parameters an Optimizer has; None if there is none."""
     names = [name for name in note.names if name is not None]
-    return run.wrapped.get(names[0].ddp) if names else None
+    return rank.wrapped.get(names[0].ddp) if names else None
+
+
+def steps_of_each_model(run):
+    """Return the Steps of each optimizer; where DDP's groups differ, of each group for itself.
+
+    Such groups train a model each.
+    """
+    found = []
+    for steps in run.optimizers():
+        groups = collections.defaultdict(list)
+        for number in steps.of:
+            rank = run.ranks[number]
+            wrapped = wrapper_of(rank, rank.optimizers[steps.optimizer])
+            groups[tuple(wrapped.group) if wrapped else ()].append(number)
+        found += [steps.only(ranks) for ranks in groups.values()]
+    return found
 
 
 def places_that_differ(row, what):

@@ -8,7 +8,7 @@ from ..findings import Question, rule
 from ..records.optimizer import Clip
 from ..records.process import Call
 from ..words import differ, most, on_each
-from .apart import places_that_differ, wrapper_of
+from .apart import places_that_differ, steps_of_each_model, wrapper_of
 from .pages import CLIP
 
 LEAST = 4  # steps in which a rank's gradients are cut
@@ -35,8 +35,9 @@ def clips_before_the_exchange(run):
     """
     if run.may_split_the_model or "join" in run.features:
         return
-    for steps in run.optimizers():
-        wrapped = wrapper_of(run, run.ranks[min(steps.of)].optimizers[steps.optimizer])
+    for steps in steps_of_each_model(run):
+        first = run.ranks[min(steps.of)]
+        wrapped = wrapper_of(first, first.optimizers[steps.optimizer])
         members = run.members(wrapped) if wrapped else [*run.ranks]
         steps = steps.only([rank for rank in members if rank in steps.of])
         if len(steps.of) < 2:
@@ -119,7 +120,8 @@ def clips_by_hand_before_the_exchange(run):
     if run.may_split_the_model or run.records(Clip):
         return
     for steps in run.optimizers():
-        if wrapper_of(run, run.ranks[min(steps.of)].optimizers[steps.optimizer]):
+        first = run.ranks[min(steps.of)]
+        if wrapper_of(first, first.optimizers[steps.optimizer]):
             continue
         given = {rank: norms_given(run.ranks[rank], of) for rank, of in steps.of.items()}
         norms = [norm for mine in given.values() for norm in mine]

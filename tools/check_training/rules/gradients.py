@@ -1,6 +1,8 @@
 """What a step finds in .grad, and what is done to it before."""
 
 import collections
+import itertools
+import json
 import math
 from dataclasses import dataclass
 
@@ -39,7 +41,8 @@ def steps_of_each_rank(run):
 def never_cleared(run):
     """Gradients are never cleared: each step adds to all before it.
 
-    Looks alike, and is right: accumulation over several backward passes.
+    Looks alike, and is right: accumulation over several backward passes; gradients that the script
+    sets by hand, and overwrites.
     """
     for own in steps_of_each_rank(run):
         later = own.steps[1:]
@@ -119,23 +122,35 @@ def made_of_copies(run):
 def no_gradient_at_all(run):
     """None of the optimizer's parameters ever has a gradient: it is not the model that is trained.
 
-    Looks alike, and is right: networks that wait for their turn (a GAN's), shards.
+    Looks alike, and is right: networks that wait for their turn (a GAN's), shards. It is a question
+    beside other optimizers, and in a run that was cut: its turn may come later.
     """
     if "shards" in run.features:
         return
     for own in steps_of_each_rank(run):
         bare = steps_without_gradients(own)
-        if most(len(bare), len(own.steps)) and not are_cleared_too_late(own):
-            why = "it is not the model that is trained"
-            cure = "make the optimizer from the parameters of the model that you call"
-            if own.optimizer.is_flat:
-                why = "the model's weights are parts of them, but its gradients no longer are"
-                cure = "zero_grad(set_to_none=False) keeps the gradients where they are"
+        after_backward = [step for step in own.steps if step.backwards]
+        if len(bare) < max(8, len(after_backward)) or are_cleared_too_late(own):
+            continue
+        fact = (
+            f"none of the optimizer's {len(own.optimizer.shapes)} parameters"
+            f" ({own.optimizer.line}) ever has a gradient"
+        )
+        cure = "make the optimizer from the parameters of the model that you call"
+        if own.optimizer.is_flat:
             yield Found(
-                f"none of the optimizer's {len(own.optimizer.shapes)} parameters"
-                f" ({own.optimizer.line}) ever has a gradient: {why}",
-                cure,
+                f"{fact}: the model's weights are parts of them, but its gradients no longer are",
+                "zero_grad(set_to_none=False) keeps the gradients where they are",
             )
+        elif may_wait_for_its_turn(run, own.rank):
+            yield Question(f"{fact} in this run", f"unless its turn comes later, {cure}")
+        else:
+            yield Found(f"{fact}: it is not the model that is trained", cure)
+
+
+def may_wait_for_its_turn(run, rank):
+    """Return whether an optimizer of a Rank without gradients may get some later."""
+    return run.cut or len(rank.steps) > 1
 
 
 def steps_without_gradients(own):
@@ -146,25 +161,28 @@ def steps_without_gradients(own):
 
 @rule(unless={"models", "weights", "stale"})
 def not_finite(run):
-    """A step is taken with gradients that are nan or inf.
+    """A step is taken with gradients that are nan or inf, and the weights are so after it.
 
-    Looks alike, and is right: GradScaler leaves out such a step by itself.
+    Looks alike, and is right: GradScaler leaves out such a step by itself, and so do optimizers: a
+    fused one within its step(), others by a test of their own.
     """
     for own in steps_of_each_rank(run):
-        broken = [step.number for step in own.steps if any(map(is_broken, step.gradients))]
-        if broken:
-            yield Found(
-                f"from step {broken[0] + 1} on, gradients are nan or inf, and the step is taken"
-                f" {own.where}",
-                "the weights are lost from there on",
-                CLIP,
-                once="nan",
-            )
+        for step, later in itertools.pairwise(own.steps):
+            weights_are_lost = is_broken(later.weights) and not is_broken(step.weights)
+            if weights_are_lost and is_broken(step.gradients):
+                yield Found(
+                    f"from step {step.number + 1} on, gradients are nan or inf, and the step is"
+                    f" taken {own.where}",
+                    "the weights are lost from there on",
+                    CLIP,
+                    once="nan",
+                )
+                break
 
 
-def is_broken(gradient):
-    """Return whether a value of a gradient is nan or inf. gradient: a Print or None."""
-    return gradient is not None and not math.isfinite(gradient.norm)
+def is_broken(prints):
+    """Return whether a value of these tensors is nan or inf. prints: of each, a Print or None."""
+    return any(each is not None and not math.isfinite(each.norm) for each in prints)
 
 
 @rule("unowned")
@@ -172,7 +190,8 @@ def parameters_in_no_optimizer(run):
     """Parameters have gradients and are in no optimizer, so they stay as they are.
 
     Looks alike, and is right: the first steps, before a second optimizer is made; parameters that
-    another rank's optimizer has, which sends them to all.
+    another rank's optimizer has, which sends them to all; parameters that change all the same, as
+    copies of those that the optimizer has in another precision.
     """
     of_all = steps_of_each_rank(run)
     of_ranks = collections.defaultdict(set)  # {rank: names that are in no optimizer there}
@@ -190,10 +209,19 @@ def parameters_in_no_optimizer(run):
 
 
 def outside_in_most_steps(own):
-    """Return the names of the trained parameters that no optimizer of the rank has, in OwnSteps."""
+    """Return the names of the trained parameters that no optimizer of the rank has, in OwnSteps.
+
+    Those that change, or that another optimizer gets later, are left out.
+    """
     later = [step for step in own.steps if step.number > 2]
     outside = [step.outside for step in later if step.outside]
-    return outside[0] if most(len(outside), len(later), least=4) else []
+    if not most(len(outside), len(later), least=4):
+        return []
+    owned = {
+        name.name for each in own.rank.records(Optimizer) for name in each.names if name is not None
+    }
+    moved = own.steps[-1].outside_moved
+    return [name for name in outside[0] if name not in owned and name not in moved]
 
 
 @rule("unowned")
@@ -222,13 +250,15 @@ def layers_of_no_model(run):
 def exchanged_several_times(run):
     """Accumulated gradients are exchanged in each backward(), and the last time would do.
 
-    Looks alike, and is right: GANs and other models with several optimizers, no_sync(), gradients
-    that were used and cleared before the next backward(), as by an optimizer of two passes.
+    Looks alike, and is right: GANs and other models with several optimizers or DDP objects,
+    no_sync(), gradients that were used and cleared before the next backward(), as by an optimizer
+    of two passes.
     """
     if not run.wrapped:
         return
     for own in steps_of_each_rank(run):
-        if len(own.rank.steps) > 1 or leaves_out_exchanges(own.rank):
+        called = {each.ddp for each in own.rank.records(Forward) if each.gradients}
+        if len(own.rank.steps) > 1 or len(called) > 1 or leaves_out_exchanges(own.rank):
             continue
         accumulate = [step for step in own.steps if step.backwards > 1 and not step.cleared_after]
         exchanged = [step for step in accumulate if step.exchanged]
@@ -248,14 +278,21 @@ def leaves_out_exchanges(rank):
 
 @rule()
 def rest_thrown_away(run):
-    """At the end of each epoch, zero_grad() throws away a part of the accumulated gradients."""
+    """At the end of each epoch, zero_grad() throws away a part of the accumulated gradients.
+
+    Looks alike, and is right: what a warm-up or an outlier has left, at other places.
+    """
     for rank in run.ranks.values():
         if len(rank.steps) != 1:
             continue
         [steps] = rank.steps.values()
         backwards = collections.Counter(step.backwards for step in steps.values())
         [(usual, _)] = backwards.most_common(1)
-        lost = [each for each in rank.records(ThrownAway) if 0 < each.backwards < usual]
+        lost = [
+            each
+            for each in rank.records(ThrownAway)
+            if 0 < each.backwards < usual and each.at_the_end
+        ]
         once_an_epoch = 0 < len(lost) <= len(rank.passes)
         if usual > 1 and once_an_epoch:
             yield Question(
@@ -281,15 +318,23 @@ def clips_scaled_gradients(run):
 
 @rule()
 def clips_nothing(run):
-    """Clipping gets no parameter, or none with a gradient."""
-    for clips in clips_of_each_rank(run):
-        if most(sum(clip.parameters == 0 for clip in clips), len(clips)):
-            yield Found(
-                f"clip_grad_norm_ at {clips[0].line} clips nothing: no gradient is in what it is"
-                " given (another model's parameters, a generator that was read before)",
-                "",
-                CLIP,
-            )
+    """Clipping gets no parameter, or none with a gradient.
+
+    Looks alike, and is right: a line that clips several parts, of which some wait for their turn.
+    """
+    for rank in run.ranks.values():
+        of_lines = collections.defaultdict(list)
+        for clip in rank.records(Clip) if rank.steps else []:
+            of_lines[clip.line].append(clip)
+        for line, clips in of_lines.items():
+            if len(clips) < 8 or any(clip.parameters for clip in clips):
+                continue
+            fact = f"clip_grad_norm_ at {line} clips nothing: no gradient is in what it is given"
+            why = "another model's parameters, a generator that was read before"
+            if may_wait_for_its_turn(run, rank):
+                yield Question(f"{fact} in this run", f"{why}, or a part whose turn comes later?")
+            else:
+                yield Found(f"{fact} ({why})", "", CLIP)
 
 
 @rule()
@@ -315,11 +360,18 @@ def clips_of_each_rank(run):
 def summed_again(run):
     """all_reduce of gradients that DDP has averaged already.
 
-    It is a question: it is harmless if they are divided again.
+    It is a question: it is harmless if they are divided again. Looks alike, and is right: DDP
+    averages in a group of some ranks, and the call adds up over others.
     """
     calls = [call for call in run.records(Call) if call.is_gradient]
-    if len(calls) > 7:
+    ranks = ranks_of(run, calls[0]) if calls else set()
+    if len(calls) > 7 and any(ranks <= set(wrapped.group) for wrapped in run.wrapped.values()):
         yield Question(
             f"all_reduce at {calls[0].line} adds up gradients that DDP has averaged",
-            f"it sends all twice, and makes them {run.world_size} times as large unless you divide",
+            f"it sends all twice, and makes them {len(ranks)} times as large unless you divide",
         )
+
+
+def ranks_of(run, call):
+    """Return the ranks of the group in which a Call was made."""
+    return set(json.loads(call.group.partition("#")[0])) if call.group else set(run.ranks)

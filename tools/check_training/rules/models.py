@@ -5,6 +5,7 @@ from ..records.model import Buffers, Wrapped
 from ..records.optimizer import Plateau
 from ..records.process import JoinBegun
 from ..words import differ, most, on_each
+from .apart import steps_of_each_model
 from .pages import AGREE, CLIP, SILENT
 
 
@@ -50,19 +51,36 @@ def group_of_one(run):
 def own_batch_norm(run):
     """DDP broadcasts no buffers: each rank's BatchNorm keeps means of its own.
 
-    Looks alike, and is right: the script averages them before each evaluation.
+    Looks alike, and is right: the script averages them before each evaluation, or the means are
+    frozen.
     """
     for place, wrapped in enumerate(run.wrapped.values()):
         if evaluate_with_equal_means(run, place):
             continue
         own = wrapped.has_batch_norm and not wrapped.sends_buffers
-        if own and len(wrapped.group) > 1:
+        if own and len(wrapped.group) > 1 and not means_stay_equal(run, wrapped):
             yield Question(
                 f"DDP() of {wrapped.line} sends no buffers before a forward: each rank's BatchNorm"
                 " has means of its own",
                 "are they averaged before each evaluation and save? Else take SyncBatchNorm",
                 "pitfalls/small_batch_norm.py",
             )
+
+
+def means_stay_equal(run, wrapped):
+    """Return whether BatchNorm's means were compared in the ninth step, and are equal: frozen."""
+    noted = [buffers.means for buffers in buffers_of(run, wrapped)]
+    return len(noted) == len(run.members(wrapped)) and all(noted) and not differ(noted)
+
+
+def buffers_of(run, wrapped):
+    """Return the Buffers of a DDP object, of all ranks that have noted them."""
+    return [
+        each
+        for rank in run.members(wrapped)
+        for each in run.ranks[rank].records(Buffers)
+        if each.ddp == wrapped.ddp
+    ]
 
 
 def evaluate_with_equal_means(run, place):
@@ -89,13 +107,8 @@ def buffers_differ(run):
     Codebooks, queues and running figures are such buffers. It is a question: a rank may have some
     of its own, such as a cache or its number.
     """
-    for number, wrapped in run.wrapped.items():
-        noted = [
-            each.bits
-            for rank in run.members(wrapped)
-            for each in run.ranks[rank].records(Buffers)
-            if each.ddp == number
-        ]
+    for wrapped in run.wrapped.values():
+        noted = [buffers.bits for buffers in buffers_of(run, wrapped)]
         names = noted[0] if noted else []
         odd = [name for name in names if differ(bits.get(name) for bits in noted)]
         if not odd:
@@ -181,7 +194,7 @@ def scales_differ(run):
 def optimizers_of_one_model(run):
     """Return the Steps of the optimizers that have the same parameters of DDP on all ranks."""
     found = []
-    for steps in run.optimizers():
+    for steps in steps_of_each_model(run):
         notes = [run.ranks[rank].optimizers[steps.optimizer] for rank in steps.of]
         alike = not differ((note.shapes, note.names) for note in notes)
         if any(notes[0].names) and alike:

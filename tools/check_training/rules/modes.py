@@ -3,6 +3,7 @@
 import collections
 
 from ..findings import Found, Question, rule
+from ..runs import Forwards
 from ..words import in_words, most
 
 
@@ -20,7 +21,7 @@ def goes_on_in_eval_mode(run):
             first = first_off[rank]
             if first is None or first.number == 0:
                 continue
-            end = time_of_the_last_step(run.ranks[rank])
+            end = time_of_the_last_step(run.ranks[rank], forwards.wrapped)
             later = [each for each in of.values() if each.number >= first.number]
             later = [each for each in later if each.time < end]
             if not later or any(each.training for each in later):
@@ -56,15 +57,32 @@ def other_mode_on_a_rank(run):
 
 
 def forwards_that_depend_on_the_mode(run):
-    """Return the Forwards of DDP objects with dropout or BatchNorm."""
+    """Return the Forwards of DDP objects with dropout or BatchNorm that are not frozen."""
     return [
-        each for each in run.forwards() if each.wrapped.has_dropout or each.wrapped.has_batch_norm
+        Forwards(each.wrapped, {rank: of_training(calls) for rank, calls in each.of.items()})
+        for each in run.forwards()
+        if each.wrapped.has_dropout or each.wrapped.has_batch_norm
     ]
 
 
-def time_of_the_last_step(rank):
-    """Return when a Rank took the last step that is noted, in seconds; 0 if there is none."""
-    return max((step.time for of in rank.steps.values() for step in of.values()), default=0)
+def of_training(forwards):
+    """Return those of a rank's {number: Forward} in which some parameter needs a gradient."""
+    return {number: each for number, each in forwards.items() if not each.is_frozen}
+
+
+def time_of_the_last_step(rank, wrapped):
+    """Return when a Rank took the last step that is noted, in seconds; 0 if there is none.
+
+    The optimizers count that have parameters of the DDP object; if none is known to, all do.
+    """
+    its_own = [
+        of
+        for key, of in rank.steps.items()
+        if any(name and name.ddp == wrapped.ddp for name in rank.optimizers[key].names)
+    ]
+    return max(
+        (step.time for of in its_own or rank.steps.values() for step in of.values()), default=0
+    )
 
 
 def first_in_eval_mode(forwards):

@@ -14,13 +14,14 @@ def schedule_never_stepped(run):
     """A schedule's step() is never called.
 
     Looks alike, and is right: schedules that another one holds (SequentialLR, a warm-up), which
-    wait for their turn; a schedule that is stepped after each epoch, in a run of one epoch.
+    wait for their turn; a schedule of epochs, in a run of one epoch, or in one that was cut in
+    its first.
     """
     having, waiting = collections.defaultdict(set), collections.defaultdict(set)
     for number, rank in run.ranks.items():
         for schedule in schedules_that_count(rank):
             having[in_words(schedule)].add(number)
-            if is_never_stepped(rank, schedule):
+            if is_never_stepped(run, rank, schedule):
                 waiting[in_words(schedule)].add(number)
     for schedule, ranks in waiting.items():
         if ranks == having[schedule]:
@@ -41,7 +42,7 @@ def schedule_rises_again(run):
     """
     for rank in run.ranks.values():
         for schedule in schedules_that_count(rank):
-            if schedule.name != "CosineAnnealingLR" or is_never_stepped(rank, schedule):
+            if schedule.name != "CosineAnnealingLR" or is_never_stepped(run, rank, schedule):
                 continue
             if calls_for_a_step(schedule) and not run.cut:
                 continue  # schedule_runs_ahead says it
@@ -96,7 +97,7 @@ def schedule_of_one_process(run):
         for schedule in schedules_that_count(rank):
             if not schedule.total or schedule.steps != schedule.last:
                 continue
-            if is_never_stepped(rank, schedule):
+            if is_never_stepped(run, rank, schedule):
                 continue
             times_fewer = schedule.total / max(1, schedule.last)
             if abs(times_fewer / run.world_size - 1) < 0.1:
@@ -108,8 +109,12 @@ def schedule_of_one_process(run):
                 )
 
 
-def is_never_stepped(rank, schedule):
-    """Return whether a Schedule of a rank should have been stepped by the end of the run."""
+def is_never_stepped(run, rank, schedule):
+    """Return whether a Schedule of a Rank should have been stepped by the end of the Run.
+
+    After two whole passes over a loader, a step for each epoch is due. A run that was cut may have
+    been in its first one.
+    """
     if schedule.calls is None:  # it does not count: those that it holds do, in their turn
         latest = {each.schedule: each for each in rank.records(Schedule)}
         calls = [latest[part].calls for part in schedule.parts if part in latest]
@@ -117,8 +122,13 @@ def is_never_stepped(rank, schedule):
             return False
     elif schedule.calls != 1:  # one is its own start's
         return False
-    passes = sum(map(len, rank.training_passes().values()))
-    return schedule.steps > 1000 or (schedule.steps > 20 and passes > 1)
+    whole = [
+        sum(each.progress.exhausted for each in passes)
+        for passes in rank.training_passes().values()
+    ]
+    if max(whole, default=0) > 1:
+        return schedule.steps > 20
+    return schedule.steps > 1000 and not run.cut
 
 
 def schedules_that_count(rank):

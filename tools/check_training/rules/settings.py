@@ -50,12 +50,13 @@ def too_many_threads(run):
     one = run.first
     notes = [note for note in optimizers_of(run) if note.device == "cpu"]
     threads = max((note.threads for note in notes), default=0)
-    crowded = threads > 1 and threads * one.local_world_size > 2 * one.cores
+    cores = run.cores_of(one)
+    crowded = threads > 1 and threads * one.local_world_size > 2 * cores
     if crowded and one.steps_taken > 7:
         yield Found(
-            f"{one.local_world_size} ranks with {threads} threads each share {one.cores} cores:"
+            f"{one.local_world_size} ranks with {threads} threads each share {cores} cores:"
             " they wait for each other",
-            f"torch.set_num_threads({max(1, one.cores // max(1, one.local_world_size))})",
+            f"torch.set_num_threads({max(1, cores // max(1, one.local_world_size))})",
             "benchmarks/README.md",
         )
 
@@ -92,12 +93,13 @@ def one_tensor_for_all(run):
             )
 
 
-@rule()
+@rule(unless={"calls for each"})
 def many_small_calls(run):
     """Most steps make eight or more collective calls of at most 16 numbers, which could be one.
 
     Looks alike, and is right: a few in each step, or in each call of a step's closure (LBFGS); many
-    in an evaluation; those that torch makes in a forward, a backward or a step of its own.
+    in an evaluation; those that torch makes in a forward, a backward or a step of its own; calls
+    with async_op.
     The optimizer counts that takes most steps: several may come between two of another one.
     """
     rank = run.first
@@ -119,12 +121,13 @@ def many_small_calls(run):
             )
 
 
-@rule()
+@rule("calls for each")
 def one_call_for_each_parameter(run):
     """The script exchanges the gradients itself, by a call for each of many small parameters.
 
     Looks alike, and is right: few parameters, or large ones; calls that torch sends together
-    (dist._coalescing_manager); an exchange after many steps, of the weights.
+    (dist._coalescing_manager), or that go on beside the backward pass (async_op); an exchange after
+    many steps, of the weights.
     """
     rank = run.first
     for steps in rank.steps.values():
@@ -159,7 +162,7 @@ def calls_for_each(rank, before, step, shapes):
         call
         for call in rank.records(Call)
         if call.name == "all_reduce" and before.time < call.time <= step.time
-        if not call.is_coalesced and call.line != step.line
+        if not call.is_coalesced and not call.is_async and call.line != step.line
     ]
     missing = collections.Counter(sizes) - collections.Counter(call.elements for call in calls)
     return [] if missing else calls
@@ -178,7 +181,7 @@ def small_calls(rank, steps):
         call
         for call in rank.records(Call)
         if call.elements is not None and call.elements <= 16 and call.line not in own
-        if not call.is_coalesced
+        if not call.is_coalesced and not call.is_async
         if not any(begin < call.time <= end for begin, end in evaluations)
     ]
     return {

@@ -6,11 +6,13 @@ from ..findings import Found, Question, rule
 from ..records.model import Forward
 from ..records.process import Call
 from ..words import differ, in_words, verb
-from .apart import Apart, places_that_differ, wrapper_of
+from .apart import Apart, places_that_differ, steps_of_each_model, wrapper_of
 from .reasons import (
     begin_with_other_weights,
     last_forward_in_no_sync,
     not_all_by_hand,
+    not_of_ddp,
+    nothing_is_averaged,
     nothing_is_averaged_in_steps,
     reason_for,
 )
@@ -22,7 +24,7 @@ def never_steps(run):
     for steps in run.optimizers():
         first = min(steps.of)
         note = run.ranks[first].optimizers[steps.optimizer]
-        wrapped = wrapper_of(run, note)
+        wrapped = wrapper_of(run.ranks[first], note)
         if wrapped is None or len(steps.of[first]) < 8:
             continue
         absent = [
@@ -48,7 +50,7 @@ def weights_come_apart(run):
     """
     if "join" in run.features:
         return
-    for steps in run.optimizers():
+    for steps in steps_of_each_model(run):
         apart = how_far_apart(run, steps)
         if apart is None:
             continue
@@ -62,7 +64,7 @@ def weights_come_apart(run):
         meaning = (
             "each rank trains a model of its own"
             if sure
-            else "is that meant so (averaged later, split over the ranks)?"
+            else "is that meant so (averaged later, split over the ranks, another model on each)?"
         )
         yield kind(
             f"the weights of {in_words(apart.ranks, run)} come apart {apart.when}"
@@ -74,8 +76,9 @@ def weights_come_apart(run):
 
 def how_far_apart(run, steps):
     """Return an Apart if weights differ that should be equal, by more than rounding; else None."""
-    note = run.ranks[min(steps.of)].optimizers[steps.optimizer]
-    wrapped = wrapper_of(run, note)
+    first = run.ranks[min(steps.of)]
+    note = first.optimizers[steps.optimizer]
+    wrapped = wrapper_of(first, note)
     if wrapped is None and run.may_split_the_model:
         return None
     members = run.members(wrapped) if wrapped else sorted(run.ranks)
@@ -148,14 +151,32 @@ def is_sure(apart, reason):
     # Without DDP and without a call, nothing shows that the ranks should hold one model: a sweep?
     if not run.wrapped and not meanwhile:
         return False
+    # Nor do calls for figures alone: folds of a cross-validation? Shares of one set show it.
+    if reason.given_by is nothing_is_averaged and not shares_out_one_set(run):
+        return False
+    # A shard of the classes, or a head for the rank's own task, is in no DDP object's module.
+    if reason.given_by is not_of_ddp and not set(apart.gradients) <= set(apart.optimizer.added):
+        return False
     if reason.given_by is nothing_is_averaged_in_steps and apart.from_the_first:  # an ensemble?
         return False
     if reason.given_by is not_all_by_hand and not run.wrapped:
-        return len(meanwhile) > max(steps) / 2
+        return not apart.from_the_first and len(meanwhile) > max(steps) / 2
     # A long accumulation, of which a run that was cut shows the first part alone, looks alike.
     if reason.given_by is last_forward_in_no_sync and run.cut:
         return len(apart.common) > 40
     return True
+
+
+def shares_out_one_set(run):
+    """Return whether a sampler shares out a set that is trained on to all ranks."""
+    for loader in run.training_loaders():
+        shares = [
+            each.start.replicas == run.world_size or each.takes_a_share_of(run.world_size)
+            for each in loader.firsts
+        ]
+        if len(shares) > 1 and all(shares):
+            return True
+    return False
 
 
 def may_average_later(apart):

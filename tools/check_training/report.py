@@ -169,14 +169,17 @@ def where_it_stands(records):
 def where_ranks_stood(records):
     """Return {rank: "all_reduce at train.py:42"} of the last run: in which exchange each ended.
 
-    It may have died there, or come back with an error. Ranks that were elsewhere are left out.
+    It may have died there, or come back with an error. Ranks that were elsewhere are left out: also
+    those in backward(), where no DDP object exchanges anything in it.
     """
     if not records.runs:
         return {}
+    run = records.runs[-1]
+    alone = ALONE if run.wrapped else (*ALONE, "backward")
     return {
         number: f"{rank.standing.what} at {rank.standing.line}"
-        for number, rank in sorted(records.runs[-1].ranks.items())
-        if rank.standing.what not in ALONE
+        for number, rank in sorted(run.ranks.items())
+        if rank.standing.what not in alone
     }
 
 

@@ -7,7 +7,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 from ..records.optimizer import Clip, ThrownAway
-from . import gpu_times, graphs, model, optimizer, times
+from . import gpu_times, graphs, model, optimizer, parameters, times
 from .counters import counters
 from .fingerprints import looked_at, memory_of, readable, tensors_in
 from .hooks import RAISED, after, around, safely
@@ -105,8 +105,8 @@ def cleared(args, kwargs):
 
 def _has_some(each, known):
     """Return whether an optimizer has gradients of backward passes since its last step."""
-    parameters = optimizer.parameters_of(each) if known.uncleared else ()
-    return any(parameter.grad is not None for parameter in parameters)
+    its_own = optimizer.parameters_of(each) if known.uncleared else ()
+    return any(parameter.grad is not None for parameter in its_own)
 
 
 def _at_the_end_of_a_pass():
@@ -150,23 +150,28 @@ def _note_clip(given, norm, most):
     norm = float(norm) if norm_is_read else None
     if isinstance(given, collections.abc.Iterator):  # a generator or a filter: it is read by now
         owners = list(optimizer.state.known)
-        parameters = 0 if norm == 0 else 1
+        given_here = 0 if norm == 0 else 1
     else:
         listed = given if torch.is_tensor(given) else [*given]
         tensors = [*tensors_in(listed)]
         owners = _owners_of(tensors)
-        parameters = len({id(each) for each in tensors})
+        given_here = len({id(each) for each in tensors})
     note(
         Clip,
         number=number,
         line=where(),
-        parameters=parameters,
-        in_an_optimizer=bool(owners),
+        parameters=given_here,
+        in_an_optimizer=bool(owners) or _may_be_copied(),
         scaled=_scaled(owners),
         norm=norm,
         most=most if norm is not None and isinstance(most, (int, float)) else None,
         optimizer=optimizer.state.known[owners[0]].key if len(owners) == 1 else None,
     )
+
+
+def _may_be_copied():
+    """Return whether gradients may be copied to an optimizer's own parameters: it has copies."""
+    return parameters.are_copies([*map(optimizer.parameters_of, optimizer.state.known)])
 
 
 def _owners_of(tensors):
@@ -175,10 +180,10 @@ def _owners_of(tensors):
     memory = {memory_of(each) for each in tensors} - {None}
     owners, of_the_whole = [], []
     for each in list(optimizer.state.known):
-        parameters = optimizer.parameters_of(each)
-        if not ids.isdisjoint(map(id, parameters)):
+        its_own = optimizer.parameters_of(each)
+        if not ids.isdisjoint(map(id, its_own)):
             owners.append(each)
-        elif not memory.isdisjoint(map(memory_of, parameters)):
+        elif not memory.isdisjoint(map(memory_of, its_own)):
             of_the_whole.append(each)
     return owners or of_the_whole
 

@@ -124,9 +124,17 @@ def _node(parameter):
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
-def lost_its_hook(parameter):
-    """Return whether DDP does not follow its parameter any more, as it was cast or moved."""
-    return MARK not in _node(parameter).metadata
+def lost_hooks(parameters):
+    """Return Step.lost_hooks, for the first and the last parameter that DDP averages."""
+    averaged = []
+    for parameter in parameters:
+        known = known_parameter(parameter)
+        if known is None or not known.averaged:
+            continue
+        if parameter.requires_grad and readable(parameter, 0):
+            averaged.append((parameter, known.name))
+    ends = averaged[:1] + averaged[-1:]
+    return [name for parameter, name in ends if MARK not in _node(parameter).metadata]
 
 
 @around(DDP, "forward", even_if_it_fails=True)

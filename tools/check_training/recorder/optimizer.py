@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..records.optimizer import LoadedIntoOptimizer, Optimizer, ParameterName, Step
 from . import gpu_times, graphs, links, model, shards, unowned
@@ -87,6 +88,9 @@ class Optimizers:
     )
     # Optimizers that a GradScaler has unscaled, or taken a step with.
     scaled: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    numbers: WeakIdKeyDictionary = field(  # {parameter: as _number_of() gives it}
+        default_factory=WeakIdKeyDictionary
+    )
     main: str | None = None  # key of the main optimizer
     others: int = 0  # steps of other optimizers since its last one
 
@@ -269,7 +273,7 @@ def describe(optimizer, known, parameters):
         line=known.line,
         names=[_name_of(each) for each in parameters],
         shapes=[list(each.shape) for each in parameters],
-        same_parameters=zlib.crc32(str([id(each) for each in parameters]).encode()),
+        same_parameters=zlib.crc32(str([*map(_number_of, parameters)]).encode()),
         device=parameters[0].device.type,
         has_momentum=any(
             bool(group.get("momentum")) or "betas" in group for group in optimizer.param_groups
@@ -281,6 +285,13 @@ def describe(optimizer, known, parameters):
         added=[place for place, each in enumerate(parameters) if model.was_added(each)],
         is_flat=model.is_in_parts_of(parameters),
     )
+
+
+def _number_of(parameter):
+    """Return the number of a parameter, in the order in which optimizers had them at first."""
+    if parameter not in state.numbers:
+        state.numbers[parameter] = count("parameter")
+    return state.numbers[parameter]
 
 
 def _name_of(parameter):
@@ -318,7 +329,7 @@ def note_step(optimizer, known, parameters, batches):
         backward_line=counters.backward_line,
         batches=batches,
         small_sums=counters.small_sums - known.small_sums,
-        lost_hooks=_lost_hooks(parameters),
+        lost_hooks=model.lost_hooks(parameters),
         bare=_bare(parameters, gradients),
         closures=known.closures_before,
         graphs_held=graphs_held,
@@ -337,19 +348,6 @@ def _bare(parameters, gradients):
         if gradient is None or is_zero:
             places.append(place)
     return places
-
-
-def _lost_hooks(parameters):
-    """Return Step.lost_hooks, for the first and the last parameter that DDP averages."""
-    averaged = []
-    for parameter in parameters:
-        known = model.known_parameter(parameter)
-        if known is None or not known.averaged:
-            continue
-        if parameter.requires_grad and readable(parameter, 0):
-            averaged.append((parameter, known.name))
-    ends = averaged[:1] + averaged[-1:]
-    return [name for parameter, name in ends if model.lost_its_hook(parameter)]
 
 
 def end_step(optimizer):

@@ -59,14 +59,22 @@ def registered(module, name, parameter):
         state.registered[parameter] = Registered(f"{type(module).__name__}.{name}", where())
 
 
+def are_copies(owned):
+    """Return whether the optimizers have copies of all parameters, in another precision.
+
+    owned: a parameter list of each optimizer.
+    """
+    return not any(each in state.registered for parameters in owned for each in parameters)
+
+
 def look_for_strays(owned, step):
     """Remember the gradients of strays, before a step.
 
     owned: a parameter list of each optimizer.
     """
     ids = {id(each) for parameters in owned for each in parameters}
-    if not any(each in state.registered for parameters in owned for each in parameters):
-        return  # the optimizers have copies of all parameters, in another precision
+    if are_copies(owned):
+        return
     for parameter in list(state.registered):
         gradient = parameter.grad
         if gradient is None or id(parameter) in ids or not parameter.requires_grad:

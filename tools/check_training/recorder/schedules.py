@@ -111,6 +111,7 @@ def note_all():
             last=getattr(schedule, "last_epoch", 0),
             total=lengths[0] if lengths else None,
             parts=_parts(schedule),
+            optimizer=_key_of_its_optimizer(schedule),
         )
     if looked_at(count("copies noted")):
         for module in list(state.copies)[:MOST_COPIES]:
@@ -126,6 +127,13 @@ def note_all():
             calls=known.calls,
             updates=int(updates) if torch.is_tensor(updates) and readable(updates) else None,
         )
+
+
+def _key_of_its_optimizer(schedule):
+    """Return Schedule.optimizer."""
+    owner = getattr(schedule, "optimizer", None)
+    known = optimizer.state.known.get(owner) if owner is not None else None
+    return None if known is None else known.key
 
 
 def _parts(schedule):

@@ -116,6 +116,7 @@ class Schedule(Record):
     last: int  # last_epoch: the place in the schedule
     total: int | None  # its length in calls; None: it has none
     parts: list[int]  # the schedules that it is made of
+    optimizer: str | None = None  # key of its optimizer; None: it is not known
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ def no_group(ranks):
     from the first step on, or from a later one, and it is asked. What meets by RPC is left out.
     """
     alone = [rank for rank in ranks if rank.number is None and trains_alone(rank)]
-    if len(alone) < 2:
+    if len(alone) < 2 or exchange_by_other_means(alone):
         return
     kind = Found if train_the_same(alone) or save_to_one_file(alone) else Question
     yield kind(
@@ -43,7 +43,7 @@ def groups_of_one(ranks):
     """
     alone = [rank for rank in ranks if rank.number is not None and trains_alone(rank)]
     alone = at_one_time([rank for rank in alone if rank.world_size == 1])
-    if len(alone) < 2:
+    if len(alone) < 2 or exchange_by_other_means(alone):
         return
     sure = train_the_same(alone) or save_to_one_file(alone)
     kind = Found if sure else Question
@@ -95,6 +95,23 @@ def train_the_same(ranks):
     rows = [[steps[number].weights for steps in numbers] for number in common]
     rows = [row for row in rows if any(row[0])]
     return len(rows) > 1 and not any(differ(row) for row in rows)
+
+
+def exchange_by_other_means(ranks):
+    """Return whether the weights stay equal, though other batches are trained on.
+
+    Then gradients or weights are exchanged by files, sockets or another library.
+    """
+    batches = [
+        [
+            bits
+            for passes in rank.training_passes().values()
+            for each in passes
+            for bits in each.progress.batch_bits
+        ]
+        for rank in ranks
+    ]
+    return train_the_same(ranks) and differ(batches)
 
 
 def save_to_one_file(ranks):

@@ -115,7 +115,10 @@ def buffers_differ(run):
             continue
         why = "each rank fills its own"
         if wrapped.sends_buffers:
-            why += "; DDP sends rank 0's before each forward, but none that forward() replaces"
+            why += (
+                "; DDP sends rank 0's before each forward, and the others' are lost, but it sends"
+                " no buffer that forward() has replaced"
+            )
         yield Question(
             f"buffers of the model ({wrapped.line}) differ between the ranks in step 9:"
             f" {', '.join(odd[:3])}",

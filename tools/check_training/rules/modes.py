@@ -1,6 +1,7 @@
 """Train mode or eval mode, and random numbers."""
 
 import collections
+import math
 
 from ..findings import Found, Question, rule
 from ..runs import Forwards
@@ -11,15 +12,16 @@ from ..words import in_words, most
 def goes_on_in_eval_mode(run):
     """Training goes on in eval mode after an evaluation: no dropout, and BatchNorm stands still.
 
-    Looks alike, and is right: fine-tuning in eval mode from the start, frozen BatchNorm (the whole
-    model is still in train mode), models without dropout and BatchNorm, an evaluation with
-    gradients on when the training is over.
+    Looks alike, and is right: fine-tuning in eval mode from the first step, frozen BatchNorm (the
+    whole model is still in train mode), models without dropout and BatchNorm, an evaluation with
+    gradients on when the training is over, a frozen part of a larger model, another stage of the
+    training with an optimizer of its own.
     """
     for forwards in forwards_that_depend_on_the_mode(run):
         first_off = {rank: first_in_eval_mode(of) for rank, of in forwards.of.items()}
         for rank, of in forwards.of.items():
             first = first_off[rank]
-            if first is None or first.number == 0:
+            if first is None or first.time < time_of_the_first_step(run.ranks[rank]):
                 continue
             end = time_of_the_last_step(run.ranks[rank], forwards.wrapped)
             later = [each for each in of.values() if each.number >= first.number]
@@ -27,6 +29,8 @@ def goes_on_in_eval_mode(run):
             if not later or any(each.training for each in later):
                 continue
             if later[-1].number - first.number < 8:
+                continue
+            if is_another_stage(run.ranks[rank], first.time):
                 continue
             others = [other for other, its_first in first_off.items() if its_first]
             yield Found(
@@ -68,6 +72,18 @@ def forwards_that_depend_on_the_mode(run):
 def of_training(forwards):
     """Return those of a rank's {number: Forward} in which some parameter needs a gradient."""
     return {number: each for number, each in forwards.items() if not each.is_frozen}
+
+
+def is_another_stage(rank, time):
+    """Return whether other optimizers take steps after a time than before it, in seconds."""
+    before = {key for key, of in rank.steps.items() if of[min(of)].time < time}
+    after = {key for key, of in rank.steps.items() if of[max(of)].time > time}
+    return not before & after
+
+
+def time_of_the_first_step(rank):
+    """Return when a Rank took its first step, in seconds; infinity if there is none."""
+    return min((of[0].time for of in rank.steps.values() if 0 in of), default=math.inf)
 
 
 def time_of_the_last_step(rank, wrapped):

@@ -13,7 +13,8 @@ from .pages import SILENT
 def schedule_never_stepped(run):
     """A schedule's step() is never called.
 
-    Looks alike, and is right: schedules that another one holds (SequentialLR, a warm-up), which
+    Looks alike, and is right: a rate that changes, as in a warm-up by hand, after which it is to be
+    stepped; schedules that another one holds (SequentialLR, a warm-up), which
     wait for their turn; a schedule of epochs, in a run of one epoch, or in one that was cut in
     its first.
     """
@@ -46,7 +47,7 @@ def schedule_rises_again(run):
                 continue
             if calls_for_a_step(schedule) and not run.cut:
                 continue  # schedule_runs_ahead says it
-            if schedule.last > schedule.total:
+            if schedule.last > schedule.total + 1:  # once, when the last epoch is over: no harm
                 yield Question(
                     f"{in_words(schedule)} was made for {schedule.total} steps, and its step() was"
                     f" called {schedule.last} times: the rate rises again",
@@ -115,6 +116,9 @@ def is_never_stepped(run, rank, schedule):
     After two whole passes over a loader, a step for each epoch is due. A run that was cut may have
     been in its first one.
     """
+    steps = rank.steps.get(schedule.optimizer, {})
+    if differ(step.rates for step in steps.values()):  # the script sets them itself, so far
+        return False
     if schedule.calls is None:  # it does not count: those that it holds do, in their turn
         latest = {each.schedule: each for each in rank.records(Schedule)}
         calls = [latest[part].calls for part in schedule.parts if part in latest]
@@ -240,6 +244,7 @@ def optimizer_made_anew(run):
                 yield Question(
                     f"the optimizer is made anew {len(keys)} times, over the same parameters"
                     f" ({line})",
-                    "its momentum is lost each time: make it once, before the epochs",
+                    "its momentum is lost each time: make it once, before the epochs, unless each"
+                    " round is to begin anew",
                     once=f"anew {line}",
                 )

@@ -20,7 +20,11 @@ from .reasons import (
 
 @rule("weights")
 def never_steps(run):
-    """A rank calls the DDP object, and never takes a step with its optimizer, as others do."""
+    """A rank calls the DDP object, and never takes a step with its optimizer, as others do.
+
+    Looks alike, and is right: it has come to the same line by another way, as rank 0 within a
+    progress bar, so that its optimizer has another key.
+    """
     for steps in run.optimizers():
         first = min(steps.of)
         note = run.ranks[first].optimizers[steps.optimizer]
@@ -31,6 +35,7 @@ def never_steps(run):
             rank
             for rank in run.members(wrapped)
             if rank not in steps.of and run.ranks[rank].records(Forward)
+            if not has_another_for_them(run.ranks[rank], note)
         ]
         if absent:
             yield Found(
@@ -38,6 +43,14 @@ def never_steps(run):
                 f" {note.line}",
                 "the weights come apart",
             )
+
+
+def has_another_for_them(rank, note):
+    """Return whether a Rank takes steps with parameters of an Optimizer's names and shapes."""
+    return any(
+        rank.optimizers[key].names == note.names and rank.optimizers[key].shapes == note.shapes
+        for key in rank.steps
+    )
 
 
 @rule("weights")
@@ -61,14 +74,13 @@ def weights_come_apart(run):
             continue
         sure = is_sure(apart, reason)
         kind = Found if sure else Question
-        meaning = (
-            "each rank trains a model of its own"
-            if sure
-            else "is that meant so (averaged later, split over the ranks, another model on each)?"
-        )
+        doubt, meaning = "", "each rank trains a model of its own"
+        if not sure:
+            doubt = "unless that is meant so, "
+            meaning = "are they averaged later, split over the ranks, or of another model on each?"
         yield kind(
             f"the weights of {in_words(apart.ranks, run)} come apart {apart.when}"
-            f" ({apart.step.line}): {reason.why}",
+            f" ({apart.step.line}): {doubt}{reason.why}",
             f"{parameters_in_words(apart)}; {meaning}",
             reason.read,
         )
@@ -132,6 +144,19 @@ def meet_again(apart):
     return False
 
 
+def some_meet_again(apart):
+    """Return whether some parameters are equal once more: they are averaged, the others are not."""
+    apart_before = set()
+    for number in apart.common:
+        row = [*apart.steps.at(number).values()]
+        odd = set(places_that_differ(row, "weights"))
+        equal = [row[0].weights[place] for place in apart_before - odd]
+        if any(each is not None and math.isfinite(each.norm) for each in equal):
+            return True
+        apart_before |= odd
+    return False
+
+
 def are_experts(apart):
     """Return whether each rank has experts of its own, and rows travel to them."""
     calls = apart.run.records(Call)
@@ -143,7 +168,7 @@ def is_sure(apart, reason):
     run, steps = apart.run, apart.steps.of[apart.ranks[0]]
     begin, end = steps[apart.common[0]].time, steps[apart.common[-1]].time
     meanwhile = [call for call in run.records(Call) if begin < call.time < end]
-    if len(apart.bad) < 3:
+    if len(apart.bad) < 3 or some_meet_again(apart):
         return False
     # Local SGD averages after many steps: this run may have ended before.
     if may_average_later(apart) and not averages_in_each_step(apart, meanwhile, reason):

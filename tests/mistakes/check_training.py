@@ -2379,7 +2379,11 @@ COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it 
         r"(?s)the ranks are in\s+different\s+calls: rank 0 in all_reduce .*rank 1 in backward",
     ),
 ]
-FOLDER = pathlib.Path(__file__).parent / "right"
-for each in sorted(FOLDER.glob("*.py")):  # whole scripts, as engines write them
+FOLDERS = pathlib.Path(__file__).parent
+for each in sorted((FOLDERS / "right").glob("*.py")):  # whole scripts, as engines write them
     RIGHT[each.stem.replace("_", " ")] = {}
     OTHERS[each.stem.replace("_", " ")] = [f"tests/mistakes/right/{each.name}"]
+for each in sorted((FOLDERS / "meant").glob("*.py")):  # whole scripts, whose weights come apart
+    asked = "question: the weights of all ranks come apart .*unless that is meant so"
+    MISTAKES[each.stem.replace("_", " ")] = {}, "weights_come_apart", asked, "", False
+    OTHERS[each.stem.replace("_", " ")] = [f"tests/mistakes/meant/{each.name}"]

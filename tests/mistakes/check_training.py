@@ -2379,3 +2379,8 @@ COMMANDS = [  # (changes of the script, the tool's status, a pattern of what it 
         r"(?s)the ranks are in\s+different\s+calls: rank 0 in all_reduce .*rank 1 in backward",
     ),
 ]
+
+FOLDER = pathlib.Path(__file__).parent / "right"
+for each in sorted(FOLDER.glob("*.py")):  # whole scripts, as engines write them
+    RIGHT[each.stem.replace("_", " ")] = {}
+    OTHERS[each.stem.replace("_", " ")] = [f"tests/mistakes/right/{each.name}"]

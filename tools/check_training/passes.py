@@ -13,11 +13,22 @@ class LoaderPass:
     start: Pass
     progress: Progress  # the latest; an empty one before the first
     backwards_after: int = 0  # AfterPass.backwards; 0 if none is noted
+    steps_after: int = 0  # AfterPass.steps; 0 if none is noted
+    # Of its backward passes, none leads to a step, as those of other passes do.
+    takes_no_step: bool = False
 
     @property
     def trains(self):
-        """Whether there was a backward pass in it."""
-        return self.progress.backwards > 0
+        """Whether there was a backward pass in it, that was made for a step.
+
+        An evaluation may take gradients for its inputs (forces, adversarial examples).
+        """
+        return self.progress.backwards > 0 and not self.takes_no_step
+
+    @property
+    def steps(self):
+        """How many steps optimizers took on its batches, as far as that is known."""
+        return max(self.progress.steps, self.steps_after)
 
     @property
     def evaluates(self):
@@ -114,6 +125,17 @@ def just_begun(start):
         gradients=False,
     )
     return LoaderPass(start, progress)
+
+
+def look_for_steps(passes):
+    """Set takes_no_step of a process's LoaderPass objects.
+
+    A step may come more rarely than a pass, or be none of torch's: so all passes over a loader
+    count together, and nothing is known where no pass has a step.
+    """
+    with_steps = {each.start.loader for each in passes if each.steps}
+    for each in passes:
+        each.takes_no_step = bool(with_steps) and each.start.loader not in with_steps
 
 
 def by_loader(passes):

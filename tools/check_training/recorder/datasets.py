@@ -119,8 +119,18 @@ def bits_of_memory(address, size):
 
 
 def _list_texts(listed, name, value):
-    """Add the Listed of a list or a dict of texts, or of tuples that begin with one or a tensor."""
+    """Add the Listed of a list or a dict of texts, or of tuples that begin with one or a tensor.
+
+    Where a dict's entries stand means nothing. What does is a whole number that an entry has.
+    """
     if not value or not isinstance(next(iter(value)), (str, tuple)):
+        return
+    if isinstance(value, dict):
+        if len(value) <= 100_000:
+            pairs = [
+                (str(key), each if isinstance(each, int) else 0) for key, each in value.items()
+            ]
+            listed[name] = Listed(_checksum(sorted(pairs)), _checksum(sorted(map(str, value))))
         return
     firsts = [item[0] if isinstance(item, tuple) and item else item for item in list(value)[:5000]]
     known = [_checked(first) for first in firsts]

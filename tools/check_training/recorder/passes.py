@@ -5,23 +5,28 @@ count the batches, and stop after as many as the loader promises. Such a pass is
 loader is asked for a batch, as its last batch has been used by then.
 """
 
+import itertools
 import sys
 import weakref
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
 from . import generators, labels, model, optimizer, schedules
 from .counters import counters
 from .datasets import chosen_in, data_in, draws_its_items, epoch_in, size_of
 from .fingerprints import bits, readable, tensors_in
-from .hooks import RAISED, after, around, safely
+from .hooks import RAISED, after, around, at_start, safely
 from .notebook import count, note, now, site, stand
 from .script_lines import where
 from .state import kept
 from .times import span
+
+TENSORS = 4  # of a batch that are compared, at most
 
 
 @dataclass(slots=True)
@@ -36,6 +41,7 @@ class KnownPass:
     share: int | None  # items, as Pass.share
     backwards_before: int  # that the process had made
     no_grad_forwards_before: int
+    steps_before: int  # of any optimizer
     modes_before: list[Mode]
     modes_after: list[Mode] | None = None  # with the last batch that was promised
     last_batch: float | None = None
@@ -50,12 +56,16 @@ class KnownPass:
     batches_at_step: int = 0  # that were taken before the last step
     rows: int = 0
     batch_bits: list[int] = field(default_factory=list)
+    tensor_bits: list[int] = field(default_factory=list)
     content: float = 0.0
     drawn: list[Drawn] = field(default_factory=list)
     states: dict[str, int] = field(default_factory=dict)  # before the batch; {}: not looked at
     gradients: bool = False
     backwards: int = 0  # when another loader gave a batch
     no_grad_forwards: int = 0
+    steps: int = 0
+    left: float | None = None  # as in Progress
+    times_left: int = 0  # that was noted so often
     over: bool = False
     workers_epoch: int | None = None  # as in Pass
     draws_its_items: bool = False  # as in Pass
@@ -71,6 +81,7 @@ class KnownPass:
         """Count the passes of the model: no other loader has given a batch since the last one."""
         self.backwards = counters.backwards - self.backwards_before
         self.no_grad_forwards = counters.no_grad_forwards - self.no_grad_forwards_before
+        self.steps = state.steps - self.steps_before
 
     def taken_for_a_step(self):
         """Return how many batches were taken since this was last asked, when a step begins."""
@@ -82,7 +93,7 @@ class KnownPass:
 class EndedPass:
     """The last pass that was over, and what the counters said then."""
 
-    number: int
+    known: KnownPass
     backwards: int
     batches: int
 
@@ -97,11 +108,29 @@ class Passes:
     loaders: weakref.WeakKeyDictionary = field(  # {loader: its number}
         default_factory=weakref.WeakKeyDictionary
     )
+    datasets: WeakIdKeyDictionary = field(  # {dataset: its number}
+        default_factory=WeakIdKeyDictionary
+    )
     recent: dict[str, KnownPass] = field(default_factory=dict)  # {Pass.loader: its last one}
+    steps: int = 0  # that optimizers have taken, of each one
     ended: EndedPass | None = None  # None: what came after it is noted
 
 
 state = kept(Passes())
+
+
+@at_start
+def follow_steps():
+    """Count the steps of all optimizers."""
+    torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer, args, kwargs):
+    safely(_count_step)
+
+
+def _count_step():
+    state.steps += 1
 
 
 class DrawnIndices:
@@ -160,6 +189,7 @@ def begin_pass(result, args, kwargs):
             share=size_of(_sampler_of(loader)),
             backwards_before=counters.backwards,
             no_grad_forwards_before=counters.no_grad_forwards,
+            steps_before=state.steps,
             modes_before=model.modes(optimizer.steps()),
             workers_epoch=_workers_epoch(loader, known),
             draws_its_items=draws_its_items(loader.dataset),
@@ -205,7 +235,16 @@ def _note_pass(iterator, loader, key, known):
         dataset_epoch=epoch_in(loader.dataset),
         workers_epoch=known.workers_epoch,
         draws_its_items=known.draws_its_items,
+        dataset_object=_number_of_dataset(loader.dataset),
     )
+
+
+def _number_of_dataset(dataset):
+    """Return Pass.dataset_object."""
+    try:
+        return state.datasets.setdefault(dataset, len(state.datasets))
+    except TypeError:  # a list, of which there are no weak references
+        return None
 
 
 def _workers_epoch(loader, before):
@@ -295,6 +334,11 @@ def _feed_by(known):
     before = counters.feeding
     if before is not None and before is not known:
         before.count()
+        if not before.backwards and not before.over and before.times_left < 3:
+            before.times_left += 1
+            before.left, before.modes_after = now(), model.modes(optimizer.steps())
+    if known.left is not None:
+        known.left = known.modes_after = None
     counters.feeding = known
 
 
@@ -307,7 +351,7 @@ def _take(known, batch):
     if first is not None and first.dim() and readable(first):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
-            known.batch_bits.append(bits(first))
+            _add_bits(known, batch, place)
         if known.pass_of_loader < 20 and labels.are_looked_at(place):
             labels.look_at(known, batch, first)
         if known.pass_of_loader < 2 and place < 300 and first.numel():
@@ -320,10 +364,22 @@ def _take(known, batch):
 
 def _first_tensor(batch):
     """Return the first tensor of a batch, also of one that is an object of the script's own."""
-    first = next(tensors_in(batch), None)
-    if first is None:
-        first = next(tensors_in(getattr(batch, "__dict__", None)), None)
-    return first
+    return next(_tensors_of(batch), None)
+
+
+def _tensors_of(batch):
+    """Yield the tensors of a batch, also of one that is an object of the script's own."""
+    several = list(itertools.islice(tensors_in(batch), TENSORS))
+    yield from several or tensors_in(getattr(batch, "__dict__", None))
+
+
+def _add_bits(known, batch, place):
+    """Add the bits of a batch. Its first tensor may be a mask, which is the same in many."""
+    tensors = itertools.islice(_tensors_of(batch), TENSORS)
+    found = [bits(each) for each in tensors if readable(each)]
+    known.batch_bits.append(found[0] if len(found) == 1 else hash(tuple(found)))
+    if place < 8:
+        known.tensor_bits += found
 
 
 def _note_progress(known, **fields):
@@ -344,10 +400,12 @@ def _note_progress(known, **fields):
         sketch=known.sketch,
         rising=known.rising,
         batch_bits=known.batch_bits,
+        tensor_bits=known.tensor_bits,
         content=known.content,
         drawn=known.drawn,
         backwards=known.backwards,
         no_grad_forwards=known.no_grad_forwards,
+        steps=known.steps,
         gradients=known.gradients,
         labels=known.labels,
         sizes_as_labels=known.sizes_as_labels,
@@ -369,7 +427,7 @@ def _end(known, stopped):
     if known is None or known.over:
         return
     known.over = True
-    state.ended = EndedPass(known.number, counters.backwards, counters.batches)
+    state.ended = EndedPass(known, counters.backwards, counters.batches)
     if stopped or known.modes_after is None:
         known.modes_after = model.modes(optimizer.steps())
     _note_progress(
@@ -378,6 +436,7 @@ def _end(known, stopped):
         exhausted=stopped or known.complete,
         modes_before=known.modes_before,
         modes_after=known.modes_after,
+        left=known.left,
     )
     schedules.note_all()
 
@@ -388,7 +447,14 @@ def _note_after_pass():
     if ended is not None:
         fed = counters.batches - ended.batches
         backwards = counters.backwards - ended.backwards - fed
-        note(AfterPass, pass_number=ended.number, backwards=backwards)
+        if ended.known is counters.feeding:
+            ended.known.count()
+        note(
+            AfterPass,
+            pass_number=ended.known.number,
+            backwards=backwards,
+            steps=ended.known.steps,
+        )
 
 
 def end_all():

@@ -13,9 +13,10 @@ from .pages import CLIP, SHARE, SILENT
 def same_order_in_each_epoch(run):
     """The items come in the same order in each epoch.
 
-    Looks alike, and is right: no shuffle (the numbers rise), one batch, and a pass that was broken
-    off and is done again on purpose. It is a question where another loader gives batches for the
-    same steps: this one's may be noises, which may come in any order.
+    Looks alike, and is right: no shuffle (the numbers rise), one batch, a set of its own for each
+    epoch, and a pass that was broken off and is done again on purpose. It is a question where
+    another loader gives batches for the same steps: this one's may be noises, which may come in any
+    order.
     """
     for loader in run.training_loaders():
         for rank, passes in loader.passes.items():
@@ -24,6 +25,8 @@ def same_order_in_each_epoch(run):
                 continue
             first = whole[0]
             if first.progress.rising or first.start.shuffle is False:
+                continue
+            if not are_over_one_set(whole):
                 continue
             of_others = samplers_of_others(run, rank, loader)
             calls = run.ranks[rank].records(SetEpoch)
@@ -54,6 +57,24 @@ def is_whole(one):
     """Return whether a LoaderPass has come to its end, with several batches."""
     progress = one.progress
     return progress.exhausted and progress.items > 1 and progress.batches > 1
+
+
+def are_over_one_set(passes):
+    """Return whether a rank's LoaderPass objects are over one set, as far as that is known.
+
+    A set may be made anew for each pass, of the same items or of others.
+    """
+    one, other = passes[:2]
+    if one.progress.batch_bits and one.progress.batch_bits == other.progress.batch_bits:
+        return True
+    known = [
+        (each.start.contents, each.start.listed, each.start.chosen)
+        for each in passes
+        if each.start.contents or each.start.listed or each.start.chosen
+    ]
+    if len(known) > 1:
+        return not differ(known)
+    return not differ(each.start.dataset_object for each in passes)
 
 
 def why_the_order_stays(passes, first, calls):
@@ -340,9 +361,10 @@ def passes_differ_in_length(run):
 def batch_skipped_alone(run):
     """Before some steps, the ranks took different numbers of batches.
 
-    Looks alike, and is right: Join, and ranks that differ in most steps (one reads more at once).
+    Looks alike, and is right: Join, ranks that differ in most steps (one reads more at once), and
+    ranks that go through the same batches, of which each takes some.
     """
-    if "join" in run.features or not run.wrapped:
+    if "join" in run.features or not run.wrapped or all_draw_the_same(run):
         return
     for steps in run.optimizers():
         common = steps.common
@@ -360,6 +382,17 @@ def batch_skipped_alone(run):
             CLIP,
         )
         return
+
+
+def all_draw_the_same(run):
+    """Return whether all ranks train on loaders that give all of them the same batches."""
+    loaders = run.training_loaders()
+    return bool(loaders) and all(
+        len(loader.passes) == len(run.ranks)
+        and all(loader.batch_bits())
+        and not differ(loader.batch_bits())
+        for loader in loaders
+    )
 
 
 @rule()

@@ -16,13 +16,17 @@ def items_counted_twice(run):
     """A DistributedSampler pads the shares in an evaluation, and the padding is counted.
 
     Looks alike, and is right: the script drops the padding, before its sums (a rank's number of
-    items is smaller then) or after a gather. Of a gather no record shows it, so then it is asked;
-    also if no sum is seen, as the figures may come together in files.
+    items is smaller then) or after a gather; a tensor with a place for each item; and another pass
+    over the training's loader, unless a sum has its number of items. Of a gather no record shows
+    that the padding is dropped, so then it is asked; also if no sum is seen, as the figures may
+    come together in files.
     """
     for loader in run.evaluation_loaders():
         if ranks_without(run, loader):
             continue
         if any(counts_fewer(run.ranks[rank], of[0]) for rank, of in loader.passes.items()):
+            continue
+        if any(sums_at_places(run.ranks[rank], of[0]) for rank, of in loader.passes.items()):
             continue
         for rank, passes in loader.passes.items():
             whole = [each for each in passes if each.progress.exhausted]
@@ -31,6 +35,11 @@ def items_counted_twice(run):
             first, start = whole[0], whole[0].start
             padding = (start.total_size or 0) - (start.length or 0)
             if not start.length or padding <= 0:
+                continue
+            is_of_training = start.loader_object in trained_with(run.ranks[rank])
+            if is_of_training and first.progress.items not in numbers_summed(
+                run.ranks[rank], first
+            ):
                 continue
             sure = is_summed_up(run.ranks[rank], first)
             kind = Found if sure else Question
@@ -105,8 +114,31 @@ def counts_fewer(rank, one):
     """Return whether a rank sums a number of items that is its share without the padding."""
     start, items = one.start, one.progress.items
     padding = (start.total_size or 0) - (start.length or 0)
-    given = {call.number_given for call in calls_around(rank, one)}
+    given = numbers_summed(rank, one)
     return items not in given and not given.isdisjoint(range(items - padding, items))
+
+
+def numbers_summed(rank, one):
+    """Return the numbers that a rank gives to sums in a LoaderPass, or soon after it."""
+    return {
+        number
+        for call in calls_around(rank, one)
+        for number in (call.number_given, *(call.numbers_given or ()))
+    }
+
+
+def trained_with(rank):
+    """Return the numbers of the DataLoader objects with which a rank trains."""
+    return {each.start.loader_object for each in rank.passes if each.trains}
+
+
+def sums_at_places(rank, one):
+    """Return whether a rank sums a tensor that has a place for each item of a LoaderPass's set."""
+    return any(
+        call.elements and call.elements % one.start.length == 0
+        for call in rank.records(Call)
+        if "reduce" in call.name and call.pass_number == one.start.number and one.start.length
+    )
 
 
 def is_summed_up(rank, one):
@@ -136,7 +168,8 @@ def calls_around(rank, one):
 def items_left_out(run):
     """drop_last leaves out items in an evaluation.
 
-    Looks alike, and is right: an evaluation with the loader of the training. Where a sampler deals
+    Looks alike, and is right: an evaluation with the loader of the training, and passes that leave
+    out other items each time, as their order differs. Where a sampler deals
     out one set, what another rank gets is not left out.
     """
     for loader in run.evaluation_loaders():
@@ -147,10 +180,9 @@ def items_left_out(run):
         for rank, passes in loader.passes.items():
             first = passes[0]
             start, rows = first.start, first.progress.rows
-            trains_with = {
-                each.start.loader_object for each in run.ranks[rank].passes if each.trains
-            }
-            if start.loader_object in trains_with or not rows:
+            if start.loader_object in trained_with(run.ranks[rank]) or not rows:
+                continue
+            if differ(each.progress.order for each in passes if each.progress.exhausted):
                 continue
             rest = (start.share or 0) - (rows_of_all if dealt_out else rows)
             drops = first.progress.exhausted and start.drop_last
@@ -211,7 +243,7 @@ def forwards_in(rank, one):
     return [
         forward
         for forward in rank.records(Forward)
-        if one.start.time < forward.time < one.progress.time
+        if one.start.time < forward.time < (one.progress.left or one.progress.time)
         and not forward.gradients
         and forward.drew is not None
     ]

@@ -185,9 +185,13 @@ def schedule_was_stepped(run, load, step):
 def loads_into_another_optimizer(run):
     """Before the first step, the state is loaded into an optimizer that never takes one.
 
-    Looks alike, and is right: a model and its optimizer that are loaded later, to be evaluated.
+    Looks alike, and is right: a model and its optimizer that are loaded later, to be evaluated; and
+    one whose turn was before, or comes later, where all that take steps have loaded a state, too.
     """
     first = run.first
+    loaded = {load.optimizer for load in first.records(LoadedIntoOptimizer) if load.changes}
+    if loaded.issuperset(first.steps):
+        return
     begin = min((step.time for of in first.steps.values() for step in of.values()), default=0)
     for load in first.records(LoadedIntoOptimizer):
         if load.time < begin and load.optimizer not in first.steps:
@@ -217,7 +221,8 @@ def trained_by_share(rank):
     return [
         each
         for each in rank.passes
-        if each.progress.batches > 1
+        if each.trains
+        and each.progress.batches > 1
         and each.progress.backwards > 1
         and each.start.replicas is not None
     ]

@@ -28,7 +28,7 @@ class LoaderPass:
     @property
     def steps(self):
         """How many steps optimizers took on its batches, as far as that is known."""
-        return max(self.progress.steps, self.steps_after)
+        return max(self.progress.steps or 0, self.steps_after)
 
     @property
     def evaluates(self):

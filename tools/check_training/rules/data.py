@@ -88,16 +88,17 @@ def subsets_differ(run):
 
 
 def train_one_model(run):
-    """Return whether ranks exchange gradients, or have equal weights after a step."""
+    """Return whether DDP holds the ranks' weights together, or they may be equal after a step."""
     if run.may_split_the_model or any(len(each.group) > 1 for each in run.wrapped.values()):
         return True
-    return any(
-        not places_that_differ([*steps.at(number).values()], "weights")
+    rows = [
+        [*steps.at(number).values()]
         for steps in run.optimizers()
         if len(steps.of) > 1
         for number in steps.common
         if number
-    )
+    ]
+    return not rows or any(not places_that_differ(row, "weights") for row in rows)
 
 
 def has_the_rest(rank, one):

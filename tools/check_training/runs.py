@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 
 from . import lines, machines
-from .passes import Loader, LoaderPass, by_loader, just_begun, look_for_steps  # noqa: F401
+from .passes import (  # noqa: F401
+    Loader,
+    LoaderPass,
+    by_loader,
+    just_begun,
+    look_for_sets_that_are_made,
+    look_for_steps,
+)
 from .records.data import AfterPass, Pass, Progress
 from .records.model import Forward, Wrapped
 from .records.optimizer import Optimizer, Step
@@ -80,6 +87,7 @@ class Rank:
                 passes[after.pass_number].backwards_after = after.backwards
                 passes[after.pass_number].steps_after = after.steps
         look_for_steps(passes.values())
+        look_for_sets_that_are_made([*passes.values()])
         return [*passes.values()]
 
     @property

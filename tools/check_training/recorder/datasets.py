@@ -241,6 +241,33 @@ def _reads(code, name):
     return False
 
 
+def samplers_of(loader):
+    """Return a loader's sampler, of batches or of items, and those that are in it.
+
+    A loader of another library may have none, and may take torch's iterator nevertheless.
+    """
+    of_batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None) if of_batches is None else of_batches]
+    while len(samplers) < 5:
+        inner = getattr(samplers[-1], "sampler", None)
+        if inner is None:
+            break
+        samplers.append(inner)
+    return samplers
+
+
+def sampler_of(loader):
+    """Return the sampler of a loader that shares out its items, else the innermost one."""
+    samplers = samplers_of(loader)
+    return next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
+
+
+def number_of(sampler, name):
+    """Return an attribute of a sampler that is an integer or a bool, else None."""
+    value = getattr(sampler, name, None)
+    return value if isinstance(value, int) else None
+
+
 @after(torch_dataset.Subset, "__init__")
 def made_subset(result, args, kwargs):
     """Note Subset(dataset, indices), also by random_split."""

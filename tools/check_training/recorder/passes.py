@@ -15,87 +15,28 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
+from ..records.data import AfterPass, Pass, Progress
 from . import generators, labels, model, optimizer, schedules
 from .counters import counters
-from .datasets import chosen_in, data_in, draws_its_items, epoch_in, size_of
+from .datasets import (
+    chosen_in,
+    data_in,
+    draws_its_items,
+    epoch_in,
+    number_of,
+    sampler_of,
+    samplers_of,
+    size_of,
+)
 from .fingerprints import bits, readable, tensors_in
 from .hooks import RAISED, after, around, at_start, safely
+from .known_passes import EndedPass, KnownPass
 from .notebook import count, note, now, site, stand
 from .script_lines import where
 from .state import kept
 from .times import span
 
 TENSORS = 4  # of a batch that are compared, at most
-
-
-@dataclass(slots=True)
-class KnownPass:
-    """A pass over a loader, as far as it has come. What Progress has, means the same here."""
-
-    number: int  # of all passes
-    pass_of_loader: int  # of those over loaders that the same lines made
-    every: int  # of the indices, those that this number divides are in the sketch
-    workers: int
-    promised: int | None  # batches, as Pass.batches
-    share: int | None  # items, as Pass.share
-    backwards_before: int  # that the process had made
-    no_grad_forwards_before: int
-    steps_before: int  # of any optimizer
-    modes_before: list[Mode]
-    modes_after: list[Mode] | None = None  # with the last batch that was promised
-    last_batch: float | None = None
-    items: int = 0
-    order: int = 0
-    first_items: int = 0
-    first_orders: list[int] = field(default_factory=list)
-    index_sum: int = 0
-    sketch: list[int] = field(default_factory=list)
-    rising: bool = True
-    batches: int = 0
-    batches_at_step: int = 0  # that were taken before the last step
-    rows: int = 0
-    batch_bits: list[int] = field(default_factory=list)
-    tensor_bits: list[int] = field(default_factory=list)
-    content: float = 0.0
-    drawn: list[Drawn] = field(default_factory=list)
-    states: dict[str, int] = field(default_factory=dict)  # before the batch; {}: not looked at
-    gradients: bool = False
-    backwards: int = 0  # when another loader gave a batch
-    no_grad_forwards: int = 0
-    steps: int = 0
-    left: float | None = None  # as in Progress
-    times_left: int = 0  # that was noted so often
-    over: bool = False
-    workers_epoch: int | None = None  # as in Pass
-    draws_its_items: bool = False  # as in Pass
-    labels: list[int | None] = field(default_factory=list)
-    sizes_as_labels: int = 0  # as in Progress
-
-    @property
-    def complete(self):
-        """Whether all batches that the loader promises were taken; it may not be over yet."""
-        return bool(self.promised) and self.batches >= self.promised
-
-    def count(self):
-        """Count the passes of the model: no other loader has given a batch since the last one."""
-        self.backwards = counters.backwards - self.backwards_before
-        self.no_grad_forwards = counters.no_grad_forwards - self.no_grad_forwards_before
-        self.steps = state.steps - self.steps_before
-
-    def taken_for_a_step(self):
-        """Return how many batches were taken since this was last asked, when a step begins."""
-        taken, self.batches_at_step = self.batches - self.batches_at_step, self.batches
-        return taken
-
-
-@dataclass(slots=True)
-class EndedPass:
-    """The last pass that was over, and what the counters said then."""
-
-    known: KnownPass
-    backwards: int
-    batches: int
 
 
 @dataclass
@@ -112,7 +53,6 @@ class Passes:
         default_factory=WeakIdKeyDictionary
     )
     recent: dict[str, KnownPass] = field(default_factory=dict)  # {Pass.loader: its last one}
-    steps: int = 0  # that optimizers have taken, of each one
     ended: EndedPass | None = None  # None: what came after it is noted
 
 
@@ -130,7 +70,7 @@ def _after_step(optimizer, args, kwargs):
 
 
 def _count_step():
-    state.steps += 1
+    counters.all_steps += 1
 
 
 class DrawnIndices:
@@ -178,7 +118,8 @@ def begin_pass(result, args, kwargs):
         # Else an iterator with workers sets itself back while it is made: it is the same pass.
         _end_if_complete(counters.feeding)
         key, pass_of_loader = site("p")
-        _end(state.recent.get(key), stopped=False)
+        before = state.recent.get(key)
+        _end(before, stopped=False)
         _note_after_pass()
         known = KnownPass(
             number=count("pass"),
@@ -186,14 +127,16 @@ def begin_pass(result, args, kwargs):
             every=max(1, (size_of(loader.dataset) or 0) // 2000),
             workers=loader.num_workers,
             promised=size_of(loader),
-            share=size_of(_sampler_of(loader)),
+            share=size_of(sampler_of(loader)),
             backwards_before=counters.backwards,
             no_grad_forwards_before=counters.no_grad_forwards,
-            steps_before=state.steps,
+            steps_before=counters.all_steps,
             modes_before=model.modes(optimizer.steps()),
             workers_epoch=_workers_epoch(loader, known),
             draws_its_items=draws_its_items(loader.dataset),
         )
+        if before is not None:  # what it gave goes into the same step
+            known.batches_at_step = before.batches_at_step - before.batches
         state.of_iterators[iterator] = state.recent[key] = known
         _note_pass(iterator, loader, key, known)
     if not known.draws_its_items:
@@ -205,26 +148,26 @@ def _note_pass(iterator, loader, key, known):
 
     A sampler says nothing of what comes, if the dataset draws its items by itself.
     """
-    samplers = [None] if known.draws_its_items else _samplers(loader)
-    sampler = None if known.draws_its_items else _sampler_of(loader)
+    samplers = [None] if known.draws_its_items else samplers_of(loader)
+    sampler = None if known.draws_its_items else sampler_of(loader)
     # Of the first two passes alone: it takes time, and a dataset stays what it is.
     contents, listed = data_in(loader.dataset) if known.pass_of_loader < 2 else ({}, {})
     note(
         Pass,
         number=known.number,
         loader=key,
-        loader_object=state.loaders.setdefault(loader, len(state.loaders)),
+        loader_object=_number_of_object(state.loaders, loader),
         line=where(),
         sampler=type(sampler).__name__,
         sampler_object=id(sampler),
         length=None if known.draws_its_items else size_of(loader.dataset),
         share=size_of(sampler),
-        total_size=_number(sampler, "total_size"),
+        total_size=number_of(sampler, "total_size"),
         batches=known.promised,
-        replicas=_number(sampler, "num_replicas"),
-        replica=_number(sampler, "rank"),
-        epoch=_number(sampler, "epoch"),
-        shuffle=_number(sampler, "shuffle"),
+        replicas=number_of(sampler, "num_replicas"),
+        replica=number_of(sampler, "rank"),
+        epoch=number_of(sampler, "epoch"),
+        shuffle=number_of(sampler, "shuffle"),
         drop_last=any(getattr(each, "drop_last", None) is True for each in (*samplers, loader)),
         is_stream=iterator._dataset_kind == dataloader._DatasetKind.Iterable,
         workers=loader.num_workers,
@@ -235,16 +178,21 @@ def _note_pass(iterator, loader, key, known):
         dataset_epoch=epoch_in(loader.dataset),
         workers_epoch=known.workers_epoch,
         draws_its_items=known.draws_its_items,
-        dataset_object=_number_of_dataset(loader.dataset),
+        dataset_object=_number_of_object(state.datasets, loader.dataset),
     )
 
 
-def _number_of_dataset(dataset):
-    """Return Pass.dataset_object."""
+def _number_of_object(numbers, thing):
+    """Return a number for an object, which no other one has had; None: it cannot be followed.
+
+    numbers: those of objects that are still there.
+    """
     try:
-        return state.datasets.setdefault(dataset, len(state.datasets))
+        if thing not in numbers:
+            numbers[thing] = count("loaders and datasets")
     except TypeError:  # a list, of which there are no weak references
         return None
+    return numbers[thing]
 
 
 def _workers_epoch(loader, before):
@@ -259,33 +207,6 @@ def _workers_seed(iterator, loader):
     if not loader.num_workers or loader.worker_init_fn is not None:
         return None
     return iterator._base_seed
-
-
-def _samplers(loader):
-    """Return a loader's sampler, of batches or of items, and those that are in it.
-
-    A loader of another library may have none, and may take torch's iterator nevertheless.
-    """
-    of_batches = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None) if of_batches is None else of_batches]
-    while len(samplers) < 5:
-        inner = getattr(samplers[-1], "sampler", None)
-        if inner is None:
-            break
-        samplers.append(inner)
-    return samplers
-
-
-def _sampler_of(loader):
-    """Return the sampler of a loader that shares out its items, else the innermost one."""
-    samplers = _samplers(loader)
-    return next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
-
-
-def _number(sampler, name):
-    """Return an attribute of a sampler that is an integer or a bool, else None."""
-    value = getattr(sampler, name, None)
-    return value if isinstance(value, int) else None
 
 
 @around(dataloader._MultiProcessingDataLoaderIter, "__init__")

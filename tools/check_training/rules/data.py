@@ -124,7 +124,8 @@ def subsets_by_key(run):
 def entries_in_another_order(run):
     """A list of the dataset, its files or classes, has the same entries in another order on ranks.
 
-    Looks alike, and is right: other entries on each rank, which are shards.
+    Looks alike, and is right: other entries on each rank, which are shards. It is a question for a
+    stream: each rank may read all of it in an order of its own.
     """
     for loader in run.training_loaders():
         lists = [each.start.listed for each in loader.firsts]
@@ -133,10 +134,13 @@ def entries_in_another_order(run):
                 continue
             order = differ(each[name].order for each in lists)
             if order and not differ(each[name].entries for each in lists):
-                yield Found(
+                of_stream = any(each.start.is_stream for each in loader.firsts)
+                kind = Question if of_stream else Found
+                doubt = ", unless each rank means to read all in its own order" if of_stream else ""
+                yield kind(
                     f"the dataset's {name!r} has the same entries in another order on each rank"
                     f" ({loader.line})",
-                    "sort it: labels or shares mean different things",
+                    f"sort it: labels or shares mean different things{doubt}",
                     SILENT,
                 )
 

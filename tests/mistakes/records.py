@@ -197,6 +197,9 @@ def subset(order=1, items=range(40), length=40, contents=1, key="u1"):
     return [SubsetMade(1.0, key, "a.py:3", length, 80, order, [*items], {"x": [contents]}, {})]
 
 
+REST = subset(3, range(40, 80), key="u3")
+
+
 def with_list(order, entries=7, name="files"):
     """Return a_pass() over a dataset with a list of texts."""
     return a_pass(0, start={"listed": {name: Listed(order, entries)}})
@@ -204,7 +207,9 @@ def with_list(order, entries=7, name="files"):
 
 SETS += [
     ("subsets_differ", Found, run_of(subset(1), subset(2))),
-    ("subsets_differ", Found, run_of(subset(1), subset(2, range(20, 60)))),
+    ("subsets_differ", Found, run_of(subset(1) + REST, subset(2, range(20, 60)))),
+    ("subsets_differ", NOTHING, run_of(subset(1), subset(2, range(20, 60)))),  # no rest
+    ("subsets_differ", NOTHING, run_of(subset(1) + REST, subset(2, range(40, 80)))),
     ("subsets_differ", NOTHING, run_of(subset(1), subset(1))),
     ("subsets_differ", NOTHING, run_of(subset(1), subset(2, range(40, 80)))),  # a share each
     ("subsets_differ", NOTHING, run_of(subset(1), subset(2, contents=2))),  # other sets

@@ -1,6 +1,7 @@
 """Passes over loaders, put together from their records."""
 
 import collections
+import itertools
 from dataclasses import dataclass
 
 from .records.data import Pass, Progress
@@ -13,21 +14,33 @@ class LoaderPass:
     start: Pass
     progress: Progress  # the latest; an empty one before the first
     backwards_after: int = 0  # AfterPass.backwards; 0 if none is noted
+    steps_after: int = 0  # AfterPass.steps; 0 if none is noted
+    # Of its backward passes, none leads to a step, as those of other passes do.
+    takes_no_step: bool = False
+    makes_a_set: bool = False  # the process trains next on a set of what came out of it
 
     @property
     def trains(self):
-        """Whether there was a backward pass in it."""
-        return self.progress.backwards > 0
+        """Whether there was a backward pass in it, that was made for a step.
+
+        An evaluation may take gradients for its inputs (forces, adversarial examples).
+        """
+        return self.progress.backwards > 0 and not self.takes_no_step
+
+    @property
+    def steps(self):
+        """How many steps optimizers took on its batches, as far as that is known."""
+        return max(self.progress.steps or 0, self.steps_after)
 
     @property
     def evaluates(self):
         """Whether it was a whole pass without a backward one, with gradients off or in eval mode.
 
-        Gradients may be off while it takes a batch, or while DDP's forward runs. A list of its
-        batches, from which the script trains afterwards, looks alike.
+        Gradients may be off while it takes a batch, or while DDP's forward runs. What looks alike:
+        a list of its batches, from which the script trains afterwards, or a set of what came out.
         """
         progress = self.progress
-        if not progress.over or not progress.batches:
+        if not progress.over or not progress.batches or self.makes_a_set:
             return False
         if progress.backwards or self.backwards_after > 1:
             return False
@@ -114,6 +127,34 @@ def just_begun(start):
         gradients=False,
     )
     return LoaderPass(start, progress)
+
+
+def look_for_steps(passes):
+    """Set takes_no_step of a process's LoaderPass objects.
+
+    A step may come more rarely than a pass, or be none of torch's: so all passes over a loader
+    count together, and nothing is known where no pass has a step.
+    """
+    with_steps = {each.start.loader for each in passes if each.steps}
+    for each in passes:
+        each.takes_no_step = bool(with_steps) and each.start.loader not in with_steps
+
+
+def look_for_sets_that_are_made(passes):
+    """Set makes_a_set of a process's LoaderPass objects, in their order.
+
+    The next pass trains on a new set, as each pass of its loader does, with the same number of
+    items, or a multiple of it.
+    """
+    seen, sets = set(), collections.defaultdict(set)
+    for each in passes:
+        sets[each.start.loader].add(each.start.dataset_object)
+    for one, following in itertools.pairwise(passes):
+        seen.add(one.start.dataset_object)
+        start, rows = following.start, one.progress.rows
+        is_new = start.dataset_object not in seen and len(sets[start.loader]) > 1
+        if is_new and following.trains and rows and start.length and start.length % rows == 0:
+            one.makes_a_set = True
 
 
 def by_loader(passes):

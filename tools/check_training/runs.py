@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 
 from . import lines, machines
-from .passes import Loader, LoaderPass, by_loader, just_begun  # noqa: F401
+from .passes import (  # noqa: F401
+    Loader,
+    LoaderPass,
+    by_loader,
+    just_begun,
+    look_for_sets_that_are_made,
+    look_for_steps,
+)
 from .records.data import AfterPass, Pass, Progress
 from .records.model import Forward, Wrapped
 from .records.optimizer import Optimizer, Step
@@ -81,6 +88,9 @@ class Rank:
         for after in self.records(AfterPass):
             if after.pass_number in passes:
                 passes[after.pass_number].backwards_after = after.backwards
+                passes[after.pass_number].steps_after = after.steps
+        look_for_steps(passes.values())
+        look_for_sets_that_are_made([*passes.values()])
         return [*passes.values()]
 
     @property
@@ -239,7 +249,10 @@ class Run:
             return True
         calls = (call for call in self.records(Forward) if call.gradients and call.batch)
         fed = {bits for call in calls for bits in call.batch}
-        return any(bits in fed for of_rank in loader.batch_bits() for bits in of_rank)
+        given = {bits for of_rank in loader.batch_bits() for bits in of_rank}
+        for passes in loader.passes.values():
+            given.update(bits for each in passes for bits in each.progress.tensor_bits or ())
+        return not fed.isdisjoint(given)
 
     def _loaders(self, passes_of):
         found = collections.defaultdict(dict)

@@ -11,6 +11,7 @@ class Counters:
 
     phase: int = 0  # exchanges with other ranks that have ended, since it joined its group
     steps: int = 0  # of the optimizer that has taken most, which may be gone by now
+    all_steps: int = 0  # of all optimizers
     forwards: int = 0  # calls of DDP objects with gradients on
     no_grad_forwards: int = 0  # and with gradients off
     backwards: int = 0  # calls of backward()

@@ -119,8 +119,18 @@ def bits_of_memory(address, size):
 
 
 def _list_texts(listed, name, value):
-    """Add the Listed of a list or a dict of texts, or of tuples that begin with one or a tensor."""
+    """Add the Listed of a list or a dict of texts, or of tuples that begin with one or a tensor.
+
+    Where a dict's entries stand means nothing. What does is a whole number that an entry has.
+    """
     if not value or not isinstance(next(iter(value)), (str, tuple)):
+        return
+    if isinstance(value, dict):
+        if len(value) <= 100_000:
+            pairs = [
+                (str(key), each if isinstance(each, int) else 0) for key, each in value.items()
+            ]
+            listed[name] = Listed(_checksum(sorted(pairs)), _checksum(sorted(map(str, value))))
         return
     firsts = [item[0] if isinstance(item, tuple) and item else item for item in list(value)[:5000]]
     known = [_checked(first) for first in firsts]
@@ -229,6 +239,33 @@ def _reads(code, name):
         if operation.startswith("STORE") and not may_be_skipped:
             return False
     return False
+
+
+def samplers_of(loader):
+    """Return a loader's sampler, of batches or of items, and those that are in it.
+
+    A loader of another library may have none, and may take torch's iterator nevertheless.
+    """
+    of_batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None) if of_batches is None else of_batches]
+    while len(samplers) < 5:
+        inner = getattr(samplers[-1], "sampler", None)
+        if inner is None:
+            break
+        samplers.append(inner)
+    return samplers
+
+
+def sampler_of(loader):
+    """Return the sampler of a loader that shares out its items, else the innermost one."""
+    samplers = samplers_of(loader)
+    return next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
+
+
+def number_of(sampler, name):
+    """Return an attribute of a sampler that is an integer or a bool, else None."""
+    value = getattr(sampler, name, None)
+    return value if isinstance(value, int) else None
 
 
 @after(torch_dataset.Subset, "__init__")

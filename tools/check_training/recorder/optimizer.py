@@ -281,6 +281,7 @@ def describe(optimizer, known, parameters):
         threads=torch.get_num_threads(),
         detects_anomalies=torch.is_anomaly_enabled(),
         unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
+        of_modules=not model_parameters.are_copies([parameters]),
         gathered=known.gathered,
         added=[place for place, each in enumerate(parameters) if model.was_added(each)],
         is_flat=model.is_in_parts_of(parameters),

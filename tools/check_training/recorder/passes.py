@@ -5,86 +5,38 @@ count the batches, and stop after as many as the loader promises. Such a pass is
 loader is asked for a batch, as its last batch has been used by then.
 """
 
+import itertools
 import sys
 import weakref
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..records.data import AfterPass, Drawn, Mode, Pass, Progress
+from ..records.data import AfterPass, Pass, Progress
 from . import generators, labels, model, optimizer, schedules
 from .counters import counters
-from .datasets import chosen_in, data_in, draws_its_items, epoch_in, size_of
+from .datasets import (
+    chosen_in,
+    data_in,
+    draws_its_items,
+    epoch_in,
+    number_of,
+    sampler_of,
+    samplers_of,
+    size_of,
+)
 from .fingerprints import bits, readable, tensors_in
-from .hooks import RAISED, after, around, safely
+from .hooks import RAISED, after, around, at_start, safely
+from .known_passes import EndedPass, KnownPass
 from .notebook import count, note, now, site, stand
 from .script_lines import where
 from .state import kept
 from .times import span
 
-
-@dataclass(slots=True)
-class KnownPass:
-    """A pass over a loader, as far as it has come. What Progress has, means the same here."""
-
-    number: int  # of all passes
-    pass_of_loader: int  # of those over loaders that the same lines made
-    every: int  # of the indices, those that this number divides are in the sketch
-    workers: int
-    promised: int | None  # batches, as Pass.batches
-    share: int | None  # items, as Pass.share
-    backwards_before: int  # that the process had made
-    no_grad_forwards_before: int
-    modes_before: list[Mode]
-    modes_after: list[Mode] | None = None  # with the last batch that was promised
-    last_batch: float | None = None
-    items: int = 0
-    order: int = 0
-    first_items: int = 0
-    first_orders: list[int] = field(default_factory=list)
-    index_sum: int = 0
-    sketch: list[int] = field(default_factory=list)
-    rising: bool = True
-    batches: int = 0
-    batches_at_step: int = 0  # that were taken before the last step
-    rows: int = 0
-    batch_bits: list[int] = field(default_factory=list)
-    content: float = 0.0
-    drawn: list[Drawn] = field(default_factory=list)
-    states: dict[str, int] = field(default_factory=dict)  # before the batch; {}: not looked at
-    gradients: bool = False
-    backwards: int = 0  # when another loader gave a batch
-    no_grad_forwards: int = 0
-    over: bool = False
-    workers_epoch: int | None = None  # as in Pass
-    draws_its_items: bool = False  # as in Pass
-    labels: list[int | None] = field(default_factory=list)
-    sizes_as_labels: int = 0  # as in Progress
-
-    @property
-    def complete(self):
-        """Whether all batches that the loader promises were taken; it may not be over yet."""
-        return bool(self.promised) and self.batches >= self.promised
-
-    def count(self):
-        """Count the passes of the model: no other loader has given a batch since the last one."""
-        self.backwards = counters.backwards - self.backwards_before
-        self.no_grad_forwards = counters.no_grad_forwards - self.no_grad_forwards_before
-
-    def taken_for_a_step(self):
-        """Return how many batches were taken since this was last asked, when a step begins."""
-        taken, self.batches_at_step = self.batches - self.batches_at_step, self.batches
-        return taken
-
-
-@dataclass(slots=True)
-class EndedPass:
-    """The last pass that was over, and what the counters said then."""
-
-    number: int
-    backwards: int
-    batches: int
+TENSORS = 4  # of a batch that are compared, at most
 
 
 @dataclass
@@ -97,11 +49,28 @@ class Passes:
     loaders: weakref.WeakKeyDictionary = field(  # {loader: its number}
         default_factory=weakref.WeakKeyDictionary
     )
+    datasets: WeakIdKeyDictionary = field(  # {dataset: its number}
+        default_factory=WeakIdKeyDictionary
+    )
     recent: dict[str, KnownPass] = field(default_factory=dict)  # {Pass.loader: its last one}
     ended: EndedPass | None = None  # None: what came after it is noted
 
 
 state = kept(Passes())
+
+
+@at_start
+def follow_steps():
+    """Count the steps of all optimizers."""
+    torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer, args, kwargs):
+    safely(_count_step)
+
+
+def _count_step():
+    counters.all_steps += 1
 
 
 class DrawnIndices:
@@ -149,7 +118,8 @@ def begin_pass(result, args, kwargs):
         # Else an iterator with workers sets itself back while it is made: it is the same pass.
         _end_if_complete(counters.feeding)
         key, pass_of_loader = site("p")
-        _end(state.recent.get(key), stopped=False)
+        before = state.recent.get(key)
+        _end(before, stopped=False)
         _note_after_pass()
         known = KnownPass(
             number=count("pass"),
@@ -157,13 +127,16 @@ def begin_pass(result, args, kwargs):
             every=max(1, (size_of(loader.dataset) or 0) // 2000),
             workers=loader.num_workers,
             promised=size_of(loader),
-            share=size_of(_sampler_of(loader)),
+            share=size_of(sampler_of(loader)),
             backwards_before=counters.backwards,
             no_grad_forwards_before=counters.no_grad_forwards,
+            steps_before=counters.all_steps,
             modes_before=model.modes(optimizer.steps()),
             workers_epoch=_workers_epoch(loader, known),
             draws_its_items=draws_its_items(loader.dataset),
         )
+        if before is not None:  # what it gave goes into the same step
+            known.batches_at_step = before.batches_at_step - before.batches
         state.of_iterators[iterator] = state.recent[key] = known
         _note_pass(iterator, loader, key, known)
     if not known.draws_its_items:
@@ -175,26 +148,26 @@ def _note_pass(iterator, loader, key, known):
 
     A sampler says nothing of what comes, if the dataset draws its items by itself.
     """
-    samplers = [None] if known.draws_its_items else _samplers(loader)
-    sampler = None if known.draws_its_items else _sampler_of(loader)
+    samplers = [None] if known.draws_its_items else samplers_of(loader)
+    sampler = None if known.draws_its_items else sampler_of(loader)
     # Of the first two passes alone: it takes time, and a dataset stays what it is.
     contents, listed = data_in(loader.dataset) if known.pass_of_loader < 2 else ({}, {})
     note(
         Pass,
         number=known.number,
         loader=key,
-        loader_object=state.loaders.setdefault(loader, len(state.loaders)),
+        loader_object=_number_of_object(state.loaders, loader),
         line=where(),
         sampler=type(sampler).__name__,
         sampler_object=id(sampler),
         length=None if known.draws_its_items else size_of(loader.dataset),
         share=size_of(sampler),
-        total_size=_number(sampler, "total_size"),
+        total_size=number_of(sampler, "total_size"),
         batches=known.promised,
-        replicas=_number(sampler, "num_replicas"),
-        replica=_number(sampler, "rank"),
-        epoch=_number(sampler, "epoch"),
-        shuffle=_number(sampler, "shuffle"),
+        replicas=number_of(sampler, "num_replicas"),
+        replica=number_of(sampler, "rank"),
+        epoch=number_of(sampler, "epoch"),
+        shuffle=number_of(sampler, "shuffle"),
         drop_last=any(getattr(each, "drop_last", None) is True for each in (*samplers, loader)),
         is_stream=iterator._dataset_kind == dataloader._DatasetKind.Iterable,
         workers=loader.num_workers,
@@ -205,7 +178,21 @@ def _note_pass(iterator, loader, key, known):
         dataset_epoch=epoch_in(loader.dataset),
         workers_epoch=known.workers_epoch,
         draws_its_items=known.draws_its_items,
+        dataset_object=_number_of_object(state.datasets, loader.dataset),
     )
+
+
+def _number_of_object(numbers, thing):
+    """Return a number for an object, which no other one has had; None: it cannot be followed.
+
+    numbers: those of objects that are still there.
+    """
+    try:
+        if thing not in numbers:
+            numbers[thing] = count("loaders and datasets")
+    except TypeError:  # a list, of which there are no weak references
+        return None
+    return numbers[thing]
 
 
 def _workers_epoch(loader, before):
@@ -220,33 +207,6 @@ def _workers_seed(iterator, loader):
     if not loader.num_workers or loader.worker_init_fn is not None:
         return None
     return iterator._base_seed
-
-
-def _samplers(loader):
-    """Return a loader's sampler, of batches or of items, and those that are in it.
-
-    A loader of another library may have none, and may take torch's iterator nevertheless.
-    """
-    of_batches = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None) if of_batches is None else of_batches]
-    while len(samplers) < 5:
-        inner = getattr(samplers[-1], "sampler", None)
-        if inner is None:
-            break
-        samplers.append(inner)
-    return samplers
-
-
-def _sampler_of(loader):
-    """Return the sampler of a loader that shares out its items, else the innermost one."""
-    samplers = _samplers(loader)
-    return next((each for each in samplers if hasattr(each, "num_replicas")), samplers[-1])
-
-
-def _number(sampler, name):
-    """Return an attribute of a sampler that is an integer or a bool, else None."""
-    value = getattr(sampler, name, None)
-    return value if isinstance(value, int) else None
 
 
 @around(dataloader._MultiProcessingDataLoaderIter, "__init__")
@@ -295,6 +255,11 @@ def _feed_by(known):
     before = counters.feeding
     if before is not None and before is not known:
         before.count()
+        if not before.backwards and not before.over and before.times_left < 3:
+            before.times_left += 1
+            before.left, before.modes_after = now(), model.modes(optimizer.steps())
+    if known.left is not None:
+        known.left = known.modes_after = None
     counters.feeding = known
 
 
@@ -307,7 +272,7 @@ def _take(known, batch):
     if first is not None and first.dim() and readable(first):
         known.rows += len(first)
         if known.pass_of_loader < 20 and place < 32:
-            known.batch_bits.append(bits(first))
+            _add_bits(known, batch, place)
         if known.pass_of_loader < 20 and labels.are_looked_at(place):
             labels.look_at(known, batch, first)
         if known.pass_of_loader < 2 and place < 300 and first.numel():
@@ -320,10 +285,22 @@ def _take(known, batch):
 
 def _first_tensor(batch):
     """Return the first tensor of a batch, also of one that is an object of the script's own."""
-    first = next(tensors_in(batch), None)
-    if first is None:
-        first = next(tensors_in(getattr(batch, "__dict__", None)), None)
-    return first
+    return next(_tensors_of(batch), None)
+
+
+def _tensors_of(batch):
+    """Yield the tensors of a batch, also of one that is an object of the script's own."""
+    several = list(itertools.islice(tensors_in(batch), TENSORS))
+    yield from several or tensors_in(getattr(batch, "__dict__", None))
+
+
+def _add_bits(known, batch, place):
+    """Add the bits of a batch. Its first tensor may be a mask, which is the same in many."""
+    tensors = itertools.islice(_tensors_of(batch), TENSORS)
+    found = [bits(each) for each in tensors if readable(each)]
+    known.batch_bits.append(found[0] if len(found) == 1 else hash(tuple(found)))
+    if place < 8:
+        known.tensor_bits += found
 
 
 def _note_progress(known, **fields):
@@ -344,10 +321,12 @@ def _note_progress(known, **fields):
         sketch=known.sketch,
         rising=known.rising,
         batch_bits=known.batch_bits,
+        tensor_bits=known.tensor_bits,
         content=known.content,
         drawn=known.drawn,
         backwards=known.backwards,
         no_grad_forwards=known.no_grad_forwards,
+        steps=known.steps,
         gradients=known.gradients,
         labels=known.labels,
         sizes_as_labels=known.sizes_as_labels,
@@ -369,7 +348,7 @@ def _end(known, stopped):
     if known is None or known.over:
         return
     known.over = True
-    state.ended = EndedPass(known.number, counters.backwards, counters.batches)
+    state.ended = EndedPass(known, counters.backwards, counters.batches)
     if stopped or known.modes_after is None:
         known.modes_after = model.modes(optimizer.steps())
     _note_progress(
@@ -378,6 +357,7 @@ def _end(known, stopped):
         exhausted=stopped or known.complete,
         modes_before=known.modes_before,
         modes_after=known.modes_after,
+        left=known.left,
     )
     schedules.note_all()
 
@@ -388,7 +368,14 @@ def _note_after_pass():
     if ended is not None:
         fed = counters.batches - ended.batches
         backwards = counters.backwards - ended.backwards - fed
-        note(AfterPass, pass_number=ended.number, backwards=backwards)
+        if ended.known is counters.feeding:
+            ended.known.count()
+        note(
+            AfterPass,
+            pass_number=ended.known.number,
+            backwards=backwards,
+            steps=ended.known.steps,
+        )
 
 
 def end_all():

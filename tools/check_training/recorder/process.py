@@ -228,6 +228,8 @@ def collective(name, args, kwargs):
         fields["one_for_all"] = name == "all_gather" and _one_for_all(args, kwargs)
         if name in ("all_reduce", "reduce") and first.numel() == 1:
             fields["number_given"] = _number_in(first)
+        if name in ("all_reduce", "reduce") and 1 < first.numel() <= 16:
+            fields["numbers_given"] = totals.numbers_in(first, optimizer.steps())
         if name == "all_reduce" and first.numel() > 16:
             fields["norm_given"] = _norm_of(first)
     given = None

@@ -29,6 +29,7 @@ class KnownState:
     module: weakref.ref
     steps: int  # when it was made
     memory: int  # address of its first tensor
+    marks: list[int]  # as of _marks_of(), when it was made
 
 
 @dataclass
@@ -51,8 +52,23 @@ def made(result, args, kwargs):
     first = next(tensors_in(result), None)
     if first is not None and isinstance(result, collections.OrderedDict):
         state.made[id(result)] = KnownState(
-            weakref.ref(result), weakref.ref(args[0]), optimizer.steps(), first.data_ptr()
+            weakref.ref(result),
+            weakref.ref(args[0]),
+            optimizer.steps(),
+            first.data_ptr(),
+            _marks_of(result),
         )
+
+
+def _marks_of(content):
+    """Return what changes with the tensors of a state_dict(): their versions, and bits of some.
+
+    A change by way of Tensor.data counts for no version, nor does one by a fused optimizer.
+    """
+    tensors = [each for each in content.values() if isinstance(each, torch.Tensor)]
+    some = {0, len(tensors) // 2, len(tensors) - 1}
+    counted = [each._version for each in tensors if not each.is_inference()]
+    return counted + [bits(tensors[n], 4096) for n in sorted(some) if readable(tensors[n])]
 
 
 def age(content):
@@ -61,9 +77,24 @@ def age(content):
     if known is None or known.reference() is not content:
         return 0
     module = known.module()
-    if module is None or known.memory not in {each.data_ptr() for each in module.parameters()}:
+    if module is None or not _has_memory(module, known.memory):
+        return 0
+    if _marks_of(content) == known.marks and not _may_change_unseen(module):
         return 0
     return optimizer.steps() - known.steps
+
+
+def _may_change_unseen(module):
+    """Return whether an optimizer has parameters of a module that cannot be read, as on a GPU."""
+    owned = {
+        id(each) for its in list(optimizer.state.known) for each in optimizer.parameters_of(its)
+    }
+    return any(id(each) in owned and not readable(each) for each in module.parameters())
+
+
+def _has_memory(module, address):
+    """Return whether a parameter of a module is at an address in memory."""
+    return address in {each.data_ptr() for each in module.parameters()}
 
 
 def is_saved_in(content, module, names):
@@ -102,19 +133,27 @@ def loaded(result, args, kwargs):
         return
     module, given = args[0], args[1] if len(args) > 1 else kwargs.get("state_dict", {})
     own = {*module.state_dict()}
+    missing = getattr(result, "missing_keys", None)
+    # A module may translate the names that it is given.
+    found = 0 if missing is None else len(own) - len(missing)
+    before = state.made.get(id(given))
     note(
         LoadedIntoModel,
         line=where(),
         steps=optimizer.steps(),
         entries=len(given),
-        fitting=len(own & {*given}),
+        fitting=max(found, len(own & {*given})),
         prefix=next((prefix for prefix in PREFIXES if _between(prefix, own, given)), ""),
-        age=age(given),
+        # Into another module, it brings what the first has become.
+        age=age(given) if before and _has_memory(module, before.memory) else 0,
         is_ddp=any(module in (ddp, ddp.module) for ddp in list(model.state.wrappers)),
+        missing=None if missing is None else len(missing),
     )
 
 
 def _between(prefix, own, given):
     """Return whether a prefix is what keeps names of one side from fitting those of the other."""
-    without, with_it = {key.removeprefix(prefix) for key in given}, {prefix + key for key in given}
+    others = {*given} - own
+    without = {key.removeprefix(prefix) for key in others if key.startswith(prefix)}
+    with_it = {prefix + key for key in others}
     return bool(own & without or own & with_it)

@@ -50,14 +50,15 @@ def numbers_given(name, args, kwargs, step):
     if kwargs.get("async_op") or not args:
         return None
     if name in GATHERS:
-        return _numbers_in(args[1], step) if len(args) == 2 else None
+        return numbers_in(args[1], step) if len(args) == 2 else None
     if name != "all_reduce" or len(args) > 3:
         return None
     operation = args[1] if len(args) > 1 else kwargs.get("op", dist.ReduceOp.SUM)
-    return _numbers_in(args[0], step) if operation == dist.ReduceOp.SUM else None
+    return numbers_in(args[0], step) if operation == dist.ReduceOp.SUM else None
 
 
-def _numbers_in(tensor, step):
+def numbers_in(tensor, step):
+    """Return the numbers in a tensor; None: they are too many, or may not be read."""
     if not isinstance(tensor, torch.Tensor) or not 0 < tensor.numel() <= FEW:
         return None
     if tensor.is_complex() or tensor.dtype == torch.bool or tensor.requires_grad:

@@ -18,7 +18,7 @@ class Mode:
 class Listed:
     """An attribute of a dataset that is a list or a dict of texts, such as its files or classes."""
 
-    order: int  # a checksum of the entries as they stand
+    order: int  # a checksum of the entries as they stand; of a dict, with their whole numbers
     entries: int  # a checksum of the same entries, sorted
 
 
@@ -66,6 +66,7 @@ class Pass(Record):
     # The dataset never reads the index that it is asked for: it draws its items by itself. Then
     # neither its length nor the sampler says anything, and no indices are noted.
     draws_its_items: bool = False
+    dataset_object: int | None = None  # a number for this object, in this process; None: unknown
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Progress(Record):
     index_sum: int  # of the indices
     sketch: list[int]  # the drawn indices that 1/2000 of the set divides: equal on all ranks
     rising: bool  # the indices of each batch rise: no shuffle, or one of batches that are sorted
-    batch_bits: list[int]  # of the first tensor of the first 32 batches
+    batch_bits: list[int]  # of the first tensors of the first 32 batches
     content: float  # a sum over the first values of all rows: equal if the items are the same
     drawn: list[Drawn]  # for the second to fifth batch; of the first passes over a loader
     backwards: int  # backward passes until another loader gave a batch
@@ -98,6 +99,10 @@ class Progress(Record):
     # item. Of two such tensors, that in which they have several counts.
     labels: list[int | None] = field(default_factory=list)
     sizes_as_labels: int = 0  # batches whose one label is a size of their items: their length?
+    tensor_bits: list[int] = field(default_factory=list)  # of each of them, of the first 8 batches
+    # When another loader gave a batch, after which it gave none; None: it was over before.
+    left: Moment | None = None
+    steps: int = 0  # of any optimizer until another loader gave a batch
 
 
 @dataclass(slots=True)
@@ -106,6 +111,7 @@ class AfterPass(Record):
 
     pass_number: int  # Pass.number
     backwards: int  # passes that no other loader has fed: the batches were kept in a list
+    steps: int = 0  # as Progress.steps, also of those that came when the pass was over
 
 
 @dataclass(slots=True)

@@ -79,3 +79,4 @@ class LoadedIntoModel(Record):
     prefix: str  # in front of one side's names: "module."; "": none was found
     age: int  # steps since the state was taken, if it shares the module's memory; else 0
     is_ddp: bool  # the module is a DDP object, or in one
+    missing: int | None = None  # entries of the module that stay as they were; None: not known

@@ -29,6 +29,7 @@ class Optimizer(Record):
     unasked_float64: bool  # a parameter is float64, and that is not the default type
     # Names of parameters that were copies when it was made: FSDP2 had gathered them.
     gathered: list[str] = field(default_factory=list)
+    of_modules: bool = True  # a module has one of them, or had
     # Places of those that were put into the module of a DDP object after DDP() was made.
     added: list[int] = field(default_factory=list)
     is_flat: bool = False  # DDP's parameters are parts of its tensors, and not these themselves

@@ -112,6 +112,8 @@ class Call(Record):
     one_for_all: bool = False  # all slots of an all_gather's list are one tensor
     source: int | None = None  # the rank from which all others get something; None: from each
     number_given: float | None = None  # to an all_reduce or a reduce of one number; None: not read
+    # To an all_reduce or a reduce of 2 to 16 numbers: all of them; None: not read.
+    numbers_given: list[float] | None = None
     pass_number: int | None = None  # Pass.number of the loader that gave the last batch
     # So many sums in a row were given what the sum before had brought, and something that was added
     # to it: in the same tensor, or at the same line. 0: none, or it was not looked at.

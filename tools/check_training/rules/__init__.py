@@ -16,6 +16,16 @@ before their consequences.
 
 # ruff: noqa: F401, I001
 from ..findings import RULES
-from . import machines, groups, models, weights, data, batches, augmentation, modes
-from . import evaluation, gradients, clipping, unreached, optimizers, files, resumes, restarts
+from . import machines, groups, models, weights, data, batches, lengths, augmentation, modes
+from . import (
+    evaluation,
+    figures,
+    gradients,
+    clipping,
+    unreached,
+    optimizers,
+    files,
+    resumes,
+    restarts,
+)
 from . import settings

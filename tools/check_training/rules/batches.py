@@ -1,21 +1,21 @@
-"""Which items and batches come, in which order, and how many on each rank?"""
+"""Which items and batches come, and in which order?"""
 
 import itertools
-import statistics
 
 from ..findings import Found, Question, rule
 from ..records.data import SetEpoch
-from ..words import differ, most, on_each
-from .pages import CLIP, SHARE, SILENT
+from ..words import differ, most
+from .pages import SHARE, SILENT
 
 
 @rule()
 def same_order_in_each_epoch(run):
     """The items come in the same order in each epoch.
 
-    Looks alike, and is right: no shuffle (the numbers rise), one batch, and a pass that was broken
-    off and is done again on purpose. It is a question where another loader gives batches for the
-    same steps: this one's may be noises, which may come in any order.
+    Looks alike, and is right: no shuffle (the numbers rise), one batch, a set of its own for each
+    epoch, and a pass that was broken off and is done again on purpose. It is a question where
+    another loader gives batches for the same steps: this one's may be noises, which may come in any
+    order. So it is for a sampler of the script's own, which may mean its order.
     """
     for loader in run.training_loaders():
         for rank, passes in loader.passes.items():
@@ -25,16 +25,21 @@ def same_order_in_each_epoch(run):
             first = whole[0]
             if first.progress.rising or first.start.shuffle is False:
                 continue
+            if not are_over_one_set(whole):
+                continue
             of_others = samplers_of_others(run, rank, loader)
             calls = run.ranks[rank].records(SetEpoch)
             calls = [call for call in calls if call.sampler_object not in of_others]
             why = why_the_order_stays(passes, first, calls)
             is_sure = first.start.replicas is not None or run.is_trained_on(loader)
+            doubt = ""
+            if not is_known_to_shuffle(first.start):
+                is_sure, doubt = False, "unless that order is meant (by length, a curriculum)"
             kind = Found if is_sure else Question
             yield kind(
                 f"the items come in the same order in each epoch ({loader.line},"
                 f" {len(whole)} passes): {why}",
-                "",
+                doubt,
                 "pitfalls/no_set_epoch.py",
             )
             break
@@ -54,6 +59,31 @@ def is_whole(one):
     """Return whether a LoaderPass has come to its end, with several batches."""
     progress = one.progress
     return progress.exhausted and progress.items > 1 and progress.batches > 1
+
+
+def is_known_to_shuffle(start):
+    """Return whether a sampler is one of torch's that draw at random, or says that it shuffles."""
+    if start.replicas is not None or start.shuffle:
+        return True
+    return start.sampler in ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+
+
+def are_over_one_set(passes):
+    """Return whether a rank's LoaderPass objects are over one set, as far as that is known.
+
+    A set may be made anew for each pass, of the same items or of others.
+    """
+    one, other = passes[:2]
+    if one.progress.batch_bits and one.progress.batch_bits == other.progress.batch_bits:
+        return True
+    known = [
+        (each.start.contents, each.start.listed, each.start.chosen)
+        for each in passes
+        if each.start.contents or each.start.listed or each.start.chosen
+    ]
+    if len(known) > 1:
+        return not differ(known)
+    return not differ(each.start.dataset_object for each in passes)
 
 
 def why_the_order_stays(passes, first, calls):
@@ -236,7 +266,8 @@ def stream_from_each_worker(run):
 def first_batch_again(run):
     """A new iterator is made for each batch, so each step takes the first one.
 
-    It is a question where the batches differ: the sampler may shuffle each time.
+    It is a question where the batches differ: the sampler may shuffle each time. Looks alike, and
+    is right: a set of its own for each step, of which one batch is taken.
     """
     for loader in run.training_loaders():
         passes = next(iter(loader.passes.values()))
@@ -245,134 +276,11 @@ def first_batch_again(run):
             continue
         bits = [each.progress.batch_bits[0] for each in single if each.progress.batch_bits]
         kind = Found if bits and len(set(bits)) < len(bits) / 2 else Question
+        if kind is Question and differ(each.start.dataset_object for each in single):
+            continue
         yield kind(
             f"each step begins a new pass over the loader ({loader.line}), and takes its first"
             " batch",
             f"{len(bits)} such batches, {len(set(bits))} different ones: make the iterator once,"
             " before the steps",
         )
-
-
-@rule(unless={"calls"})
-def batches_differ_in_size(run):
-    """The batches of one DDP object differ in size between ranks in most steps.
-
-    Looks alike, and is right: a loss that is weighed by hand (then a small sum over the ranks comes
-    in each step), Join, and items of several rows (graphs have nodes).
-    """
-    if "join" in run.features or items_are_no_rows(run):
-        return
-    small_sums = [
-        step.small_sums
-        for steps in run.optimizers()
-        for of in steps.of.values()
-        for step in of.values()
-    ]
-    if statistics.median(small_sums or [0]) >= 1:
-        return
-    for forwards in run.forwards():
-        common = forwards.common
-        rows = [
-            {rank: each.rows for rank, each in forwards.at(number).items()} for number in common
-        ]
-        uneven = [row for row in rows if differ(row.values())]
-        if most(len(uneven), len(common)):
-            yield Question(
-                f"the ranks' batches differ in size in {len(uneven)} of {len(common)} steps: "
-                + on_each(uneven[0]),
-                "if its loss is a mean over these rows, weigh the loss: DDP's mean weighs ranks"
-                " alike, not rows",
-                "pitfalls/mean_of_unequal_shards.py",
-            )
-
-
-def items_are_no_rows(run):
-    """Return whether all ranks draw equally many items for a batch, and an item is not one row."""
-    for loader in run.training_loaders():
-        firsts = [each.progress for each in loader.firsts]
-        if differ(progress.first_items for progress in firsts):
-            continue
-        if all(progress.items and progress.rows != progress.items for progress in firsts):
-            return True
-    return False
-
-
-@rule(unless={"calls"}, asks_if={"models", "weights"})
-def passes_differ_in_length(run):
-    """The ranks train on other numbers of batches in a pass over a loader.
-
-    Looks alike, and is right: Join, a run that was cut, a difference of one batch or of 2%, and one
-    endless pass for all epochs. It is a question where each rank trains a model of its own, or
-    where all take as many steps, each going on with its next pass.
-    """
-    if "join" in run.features or run.cut:
-        return
-    go_by_steps = not differ(rank.steps_taken for rank in run.ranks.values())
-    for loader in run.training_loaders():
-        if not len(loader.passes) == len(run.ranks) > 1:
-            continue
-        if any(each.is_endless for passes in loader.passes.values() for each in passes):
-            continue
-        counts = {
-            rank: [each.progress.backwards for each in passes if each.progress.over]
-            for rank, passes in loader.passes.items()
-        }
-        for number, row in enumerate(zip(*counts.values(), strict=False)):
-            if max(row) - min(row) > 1 and max(row) > 1.02 * min(row):
-                kind = Found if run.wrapped and not go_by_steps else Question
-                promised = [of[number].start.batches for of in loader.passes.values()]
-                why = ""
-                if go_by_steps and differ(promised):
-                    why = "all take as many steps, so items of a shorter pass come more often"
-                elif go_by_steps:
-                    why = "all take as many steps: where do the other batches go?"
-                yield kind(
-                    f"in pass {number + 1} over the loader ({loader.line}) the ranks train on other"
-                    f" numbers of batches: {on_each(dict(zip(counts, row, strict=True)))}",
-                    why,
-                    "pitfalls/uneven_inputs.py",
-                    once="passes differ",
-                )
-                break
-
-
-@rule(unless={"calls"})
-def batch_skipped_alone(run):
-    """Before some steps, the ranks took different numbers of batches.
-
-    Looks alike, and is right: Join, and ranks that differ in most steps (one reads more at once).
-    """
-    if "join" in run.features or not run.wrapped:
-        return
-    for steps in run.optimizers():
-        common = steps.common
-        odd = [n for n in common if differ(step.batches for step in steps.at(n).values())]
-        if len(steps.of) < 2 or not 0 < len(odd) < len(common) / 2:
-            continue
-        if max(common) < 8:
-            continue
-        row = steps.at(odd[0])
-        yield Question(
-            f"before step {odd[0] + 1} ({row[min(row)].line}) the ranks took different numbers of"
-            f" batches: {on_each({rank: step.batches for rank, step in row.items()})}",
-            "a rank that skips a batch alone is a step ahead: gradients of different steps are"
-            " averaged",
-            CLIP,
-        )
-        return
-
-
-@rule()
-def loader_is_empty(run):
-    """A loader yields nothing, and nothing is trained.
-
-    Looks alike, and is right: an evaluation (then some steps are taken).
-    """
-    for rank in run.ranks.values():
-        for each in rank.passes:
-            empty = each.progress.exhausted and each.progress.batches == 0
-            if empty and not rank.steps:
-                yield Found(
-                    f"the loader of {each.start.line} yields no batch: nothing is trained",
-                    f"{each.start.length} items, drop_last: {each.start.drop_last}",
-                )

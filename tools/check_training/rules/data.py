@@ -6,7 +6,9 @@ import statistics
 
 from ..findings import Found, Question, rule
 from ..records.data import SubsetMade
+from ..records.process import Call
 from ..words import differ, in_words, most
+from .apart import places_that_differ
 from .pages import RANDOMNESS, SHARE, SILENT
 
 ALL_NOTED = 30  # calls of a DDP object, the first ones
@@ -17,7 +19,8 @@ def sampler_told_wrong(run):
     """A DistributedSampler was told another number of ranks than there are, or one rank twice.
 
     Looks alike, and is right: tensor parallel beside data parallel. So it is compared with the
-    groups of DDP, and not at all where the model may be split.
+    groups of DDP, and not at all where the model may be split. So are sets that differ: each
+    machine, or each rank, may have its own. It is asked where that is not known.
     """
     if run.may_split_the_model:
         return
@@ -25,6 +28,8 @@ def sampler_told_wrong(run):
     for loader in run.training_loaders():
         samplers = {rank: passes[0].start for rank, passes in loader.passes.items()}
         if any(sampler.replicas is None for sampler in samplers.values()):
+            continue
+        if not look_like_one_set(loader.firsts):
             continue
         wrong = {sampler.replicas for sampler in samplers.values()} - sizes
         shares = {(sampler.replicas, sampler.replica) for sampler in samplers.values()}
@@ -36,9 +41,11 @@ def sampler_told_wrong(run):
                 f"rank {rank} is {sampler.replica} of {sampler.replicas}"
                 for rank, sampler in [*samplers.items()][:4]
             ]
-            yield Found(
+            sure = are_one_set(loader.firsts)
+            kind, doubt = (Found, "") if sure else (Question, ", unless their sets differ")
+            yield kind(
                 f"the sampler of {loader.line} was told a wrong {what}: {'; '.join(told)}",
-                f"there are {run.world_size} ranks: some take the same items",
+                f"there are {run.world_size} ranks: some take the same items{doubt}",
                 SHARE,
             )
 
@@ -47,8 +54,11 @@ def sampler_told_wrong(run):
 def subsets_differ(run):
     """Ranks that split one set split it unlike: what one trains on, another may test on.
 
-    Looks alike, and is right: shards by rank (nothing in common), sets of their own.
+    Looks alike, and is right: shards by rank (nothing in common), sets of their own, models of
+    their own (cross-validation), and a part that each rank draws, of which nobody has the rest.
     """
+    if not train_one_model(run):
+        return
     for subsets in subsets_by_key(run):
         one = subsets[0]
         if differ((each.of_length, each.contents, each.listed) for each in subsets):
@@ -66,7 +76,7 @@ def subsets_differ(run):
                 "shares by place overlap, and leave items out: sort them, or seed it",
                 "pitfalls/unseeded_dataset.py",
             )
-        elif least and common / least > 0.02:
+        elif least and common / least > 0.02 and has_the_rest(run.first, one):
             yield Found(
                 f"each rank splits the set in its own way ({one.line}): {common / least:.0%} of"
                 " the items are in all ranks' parts",
@@ -75,6 +85,30 @@ def subsets_differ(run):
                 "pitfalls/unseeded_dataset.py",
                 once=f"split {one.line}",
             )
+
+
+def train_one_model(run):
+    """Return whether DDP holds the ranks' weights together, or they may be equal after a step."""
+    if run.may_split_the_model or any(len(each.group) > 1 for each in run.wrapped.values()):
+        return True
+    rows = [
+        [*steps.at(number).values()]
+        for steps in run.optimizers()
+        if len(steps.of) > 1
+        for number in steps.common
+        if number
+    ]
+    return not rows or any(not places_that_differ(row, "weights") for row in rows)
+
+
+def has_the_rest(rank, one):
+    """Return whether a rank has made another Subset of the set, which has no item of this one."""
+    return any(
+        (each.of_length, each.contents, each.listed) == (one.of_length, one.contents, one.listed)
+        and set(each.sketch).isdisjoint(one.sketch)
+        for each in rank.records(SubsetMade)
+        if each.sketch
+    )
 
 
 def subsets_by_key(run):
@@ -90,7 +124,8 @@ def subsets_by_key(run):
 def entries_in_another_order(run):
     """A list of the dataset, its files or classes, has the same entries in another order on ranks.
 
-    Looks alike, and is right: other entries on each rank, which are shards.
+    Looks alike, and is right: other entries on each rank, which are shards. It is a question for a
+    stream: each rank may read all of it in an order of its own.
     """
     for loader in run.training_loaders():
         lists = [each.start.listed for each in loader.firsts]
@@ -99,10 +134,13 @@ def entries_in_another_order(run):
                 continue
             order = differ(each[name].order for each in lists)
             if order and not differ(each[name].entries for each in lists):
-                yield Found(
+                of_stream = any(each.start.is_stream for each in loader.firsts)
+                kind = Question if of_stream else Found
+                doubt = ", unless each rank means to read all in its own order" if of_stream else ""
+                yield kind(
                     f"the dataset's {name!r} has the same entries in another order on each rank"
                     f" ({loader.line})",
-                    "sort it: labels or shares mean different things",
+                    f"sort it: labels or shares mean different things{doubt}",
                     SILENT,
                 )
 
@@ -181,9 +219,10 @@ def are_more_later(run, forwards):
 def same_batches_without_ddp(run):
     """All ranks draw the same batches from their loaders, and there is no DDP.
 
-    It is a question: it is right where the ranks split the model.
+    It is a question: it is right where the ranks split the model. So it is where each takes its
+    part of a batch: then their gradients differ before they are summed.
     """
-    if run.wrapped:
+    if run.wrapped or sum_other_gradients(run):
         return
     for loader in run.training_loaders():
         if not len(loader.passes) == len(run.ranks) > 1:
@@ -195,6 +234,16 @@ def same_batches_without_ddp(run):
                 "right where the ranks split the model; else the others add nothing",
                 SHARE,
             )
+
+
+def sum_other_gradients(run):
+    """Return whether most tensors that an all_reduce takes from the ranks differ in their norms."""
+    found = collections.defaultdict(list)
+    for call in run.records(Call):
+        if call.norm_given is not None:
+            found[call.group, call.number].append(call.norm_given)
+    rows = [norms for norms in found.values() if len(norms) == len(run.ranks)]
+    return most(sum(map(differ, rows)), len(rows))
 
 
 def how_many_are_the_same(rows):
@@ -216,9 +265,9 @@ def whole_set_on_each_rank(run):
 
     Looks alike, and is right: a set that was split before (its contents differ, or the indices of
     its Subset), draws with replacement, batches of one sampler that are dealt out to the ranks, and
-    the same batches on all ranks, of which each takes its part. Where the contents are not known,
-    it is asked. So it is where another loader gives batches for the same steps: this one's may be
-    noises.
+    the same batches on all ranks, of which each takes its part, or some of them. Where the contents
+    are not known, it is asked. So it is where another loader gives batches for the same steps: this
+    one's may be noises.
     """
     for loader in run.training_loaders():
         firsts = loader.firsts
@@ -251,8 +300,7 @@ def goes_through_the_whole(firsts):
         return False
     if not start.length:
         return False
-    sets = [(each.start.length, each.start.contents, each.start.listed) for each in firsts]
-    if differ(sets) or differ(each.start.chosen for each in firsts):
+    if not look_like_one_set(firsts):
         return False
     if any(each.takes_a_part for each in firsts):
         return False
@@ -262,14 +310,28 @@ def goes_through_the_whole(firsts):
     return all(each.start.share == each.start.length and each.start.batches for each in firsts)
 
 
+def look_like_one_set(firsts):
+    """Return whether the ranks' sets are the same, as far as they were read.
+
+    firsts: the first LoaderPass of each rank.
+    """
+    starts = [each.start for each in firsts]
+    sets = [(start.length, start.contents, start.listed, start.chosen) for start in starts]
+    return not differ(sets)
+
+
 def takes_its_part(run, firsts):
     """Return whether all ranks load the same batches, and each trains on a part of each batch.
 
-    firsts: the first LoaderPass of each rank.
+    Or on some of the batches. firsts: the first LoaderPass of each rank.
     """
     progress = firsts[0].progress
     if not progress.batch_bits or differ(each.progress.batch_bits for each in firsts):
         return False
+    if not run.wrapped and sum_other_gradients(run):
+        return True
+    if all(each.progress.backwards <= 0.75 * each.progress.batches for each in firsts):
+        return True
     rows = [
         call.rows
         for forwards in run.forwards()

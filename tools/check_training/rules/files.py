@@ -282,8 +282,13 @@ def loads_what_has_changed(run):
 
 @rule()
 def loads_other_names(run):
-    """What is loaded has other names than the model, which stays as it was (strict=False)."""
+    """What is loaded has other names than the model, which stays as it was (strict=False).
+
+    Looks alike, and is right: a part of a model, which takes its own entries out of a whole file.
+    """
     for load in run.records(LoadedIntoModel):
+        if load.missing is not None and load.missing <= 9 * load.fitting:
+            continue
         if load.entries > 3 and load.fitting < load.entries / 10:
             yield Found(
                 f"{load.line} loads {load.entries} entries, of which {load.fitting} fit the model:"

@@ -123,7 +123,7 @@ def no_gradient_at_all(run):
     """None of the optimizer's parameters ever has a gradient: it is not the model that is trained.
 
     Looks alike, and is right: networks that wait for their turn (a GAN's), shards. It is a question
-    beside other optimizers, and in a run that was cut: its turn may come later.
+    beside other optimizers, and in a run that was cut: the turn of a module's parameters may come.
     """
     if "shards" in run.features:
         return
@@ -142,7 +142,7 @@ def no_gradient_at_all(run):
                 f"{fact}: the model's weights are parts of them, but its gradients no longer are",
                 "zero_grad(set_to_none=False) keeps the gradients where they are",
             )
-        elif may_wait_for_its_turn(run, own.rank):
+        elif own.optimizer.of_modules and may_wait_for_its_turn(run, own.rank):
             yield Question(f"{fact} in this run", f"unless its turn comes later, {cure}")
         else:
             yield Found(f"{fact}: it is not the model that is trained", cure)

@@ -105,7 +105,8 @@ def schedule_of_one_process(run):
                 yield Question(
                     f"{in_words(schedule)} was made for {schedule.total} steps, and the run ends"
                     f" after {schedule.last}, {run.world_size} times fewer",
-                    "was its length counted before the data were shared out?",
+                    "was its length counted before the data were shared out, or did the training end"
+                    " early?",
                     "pitfalls/learning_rate_and_world_size.py",
                 )
 
@@ -155,8 +156,10 @@ def average_never_updated(run):
     """An AveragedModel is never updated: it holds the first weights.
 
     It is a question: some scripts begin to average late. Looks alike, and is right: rank 0 alone
-    has the average.
+    has the average; a run that was cut.
     """
+    if run.cut:
+        return
     for averages in averages_of_ranks(run):
         average = next(iter(averages.values()))
         if all(each.updates == 0 and each.steps > 19 for each in averages.values()):

@@ -155,8 +155,11 @@ def rate_is_set_back(run):
     """The first step after a load takes another rate than the one that was loaded.
 
     Of several loads before a step, the last counts. Looks alike, and is right: a schedule that was
-    stepped in between, so it is asked; a wrapper that loads what its optimizer has already.
+    stepped in between, so it is asked; a wrapper that loads what its optimizer has already; rates
+    that the script computes for each step, without a schedule.
     """
+    if not run.first.records(Schedule):
+        return
     loads = [load for load in run.first.records(LoadedIntoOptimizer) if load.changes]
     lasts = {(load.optimizer, load.next_step): load for load in loads}
     for load in lasts.values():
@@ -185,9 +188,13 @@ def schedule_was_stepped(run, load, step):
 def loads_into_another_optimizer(run):
     """Before the first step, the state is loaded into an optimizer that never takes one.
 
-    Looks alike, and is right: a model and its optimizer that are loaded later, to be evaluated.
+    Looks alike, and is right: a model and its optimizer that are loaded later, to be evaluated; and
+    one whose turn was before, or comes later, where all that take steps have loaded a state, too.
     """
     first = run.first
+    loaded = {load.optimizer for load in first.records(LoadedIntoOptimizer) if load.changes}
+    if loaded.issuperset(first.steps):
+        return
     begin = min((step.time for of in first.steps.values() for step in of.values()), default=0)
     for load in first.records(LoadedIntoOptimizer):
         if load.time < begin and load.optimizer not in first.steps:
@@ -217,7 +224,8 @@ def trained_by_share(rank):
     return [
         each
         for each in rank.passes
-        if each.progress.batches > 1
+        if each.trains
+        and each.progress.batches > 1
         and each.progress.backwards > 1
         and each.start.replicas is not None
     ]
@@ -285,19 +293,36 @@ def data_begin_anew(run):
             )
 
 
+def are_numbered_one_by_one(epochs, begins):
+    """Return whether finished epochs have numbers in a row.
+
+    Of one, nothing is known but by begins, the first after the resume: it is near.
+    """
+    if len(epochs) == 1:
+        return begins is None or abs(begins - max(epochs)) <= 2
+    return max(epochs) - min(epochs) == len(epochs) - 1
+
+
 @rule(unless={"models", "weights"})
 def epoch_is_off(run):
     """An epoch was finished and saved, and the resumed run begins with another than the next.
 
-    Looks alike, and is right: a rank that ends its epoch after another has saved; no shuffle.
+    Looks alike, and is right: a rank that ends its epoch after another has saved; no shuffle;
+    samplers that are given other numbers than 0, 1, 2, ...; another set, with epochs of its own.
     """
-    # Of all ranks: one may end its pass only after another has saved.
-    lasts = [passes[-1].start.epoch for passes in finished_before(run).values() if passes]
-    last = max([epoch for epoch in lasts if epoch is not None], default=None)
-    if last is None:
-        return
+    finished = [
+        each.start
+        for passes in finished_before(run).values()
+        for each in passes
+        if each.start.epoch is not None
+    ]
     for rank in goes_on(run):
         begins = rank.after.start.epoch
+        # Of all ranks: one may end its pass only after another has saved.
+        epochs = {each.epoch for each in finished if each.length == rank.after.start.length}
+        if not epochs or not are_numbered_one_by_one(epochs, begins):
+            continue
+        last = max(epochs)
         if begins in (last + 1, None) or rank.begins_as_the_first:
             continue
         if not rank.before[-1].start.shuffle:

@@ -1,0 +1,26 @@
+"""Each epoch has a set of its own, in a file: so one order of the indices is right."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(1024, 10)
+targets = inputs.norm(dim=1, keepdim=True)
+
+model = DDP(nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.Linear(32, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(4):
+    numbers = torch.Generator().manual_seed(epoch)
+    items = torch.randn(256, 10, generator=numbers)  # as from the file of this epoch
+    dataset = TensorDataset(items, items.norm(dim=1, keepdim=True))
+    for x, y in DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset)):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+dist.destroy_process_group()

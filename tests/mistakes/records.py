@@ -285,9 +285,7 @@ def steps(rank, count=8, more=(), optimizer="o1", each=lambda number: {}, **fiel
         "graphs_held": 0,
         **fields,
     }
-    made = Optimizer(
-        0.5, optimizer, "a.py:7", [None, None], [[2], [2]], 1, "cpu", True, 1, False, False
-    )
+    made = Optimizer(0.5, optimizer, "a.py:7", [None, None], [[2], [2]], 1, "cpu", True, 1, False)
     taken = [
         record_of(Step, time=1.0, number=number, **{**right, **each(number)})
         for number in range(count)

@@ -351,6 +351,6 @@ def large_parts(medians, on_several_machines=False):
         yield Question(
             "the script's own code between the other parts takes"
             f" {medians['rest'] / medians[WHOLE]:.0%} {step}",
-            "preparing batches, printing, metrics?",
+            "preparing batches, printing, metrics, models outside DDP?",
             "benchmarks/README.md",
         )

@@ -279,7 +279,6 @@ def describe(optimizer, known, parameters):
             bool(group.get("momentum")) or "betas" in group for group in optimizer.param_groups
         ),
         threads=torch.get_num_threads(),
-        detects_anomalies=torch.is_anomaly_enabled(),
         unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
         of_modules=not model_parameters.are_copies([parameters]),
         gathered=known.gathered,
@@ -332,6 +331,7 @@ def note_step(optimizer, known, parameters, batches):
         small_sums=counters.small_sums - known.small_sums,
         lost_hooks=model.lost_hooks(parameters),
         bare=_bare(parameters, gradients),
+        detects_anomalies=torch.is_anomaly_enabled(),
         closures=known.closures_before,
         graphs_held=graphs_held,
         graphs_since_start=graphs_since_start,

@@ -25,7 +25,6 @@ class Optimizer(Record):
     device: str  # "cpu", of the first parameter
     has_momentum: bool  # a state that a resumed run should have, too
     threads: int  # torch.get_num_threads()
-    detects_anomalies: bool  # torch.autograd.set_detect_anomaly is on
     unasked_float64: bool  # a parameter is float64, and that is not the default type
     # Names of parameters that were copies when it was made: FSDP2 had gathered them.
     gathered: list[str] = field(default_factory=list)
@@ -63,6 +62,7 @@ class Step(Record):
     lost_hooks: list[str]  # names of parameters that DDP does not follow any more
     # Places of the parameters that need a gradient, and have none, or one of zeros.
     bare: list[int] = field(default_factory=list)
+    detects_anomalies: bool = False  # torch.autograd.set_detect_anomaly is on
     closures: int = 0  # so often the step before has called the closure that it was given
     # Of the graphs of the first backward passes, those that are still held after 100 more passes.
     graphs_held: int = 0

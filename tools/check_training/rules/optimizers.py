@@ -105,7 +105,7 @@ def schedule_of_one_process(run):
                 yield Question(
                     f"{in_words(schedule)} was made for {schedule.total} steps, and the run ends"
                     f" after {schedule.last}, {run.world_size} times fewer",
-                    "was its length counted before the data were shared out, or did the training end"
+                    "was its length counted before the data were shared out, or did the run stop"
                     " early?",
                     "pitfalls/learning_rate_and_world_size.py",
                 )

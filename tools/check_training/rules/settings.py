@@ -22,7 +22,8 @@ def optimizers_of(run):
 def debugging_is_on(run):
     """Debugging was left on, which slows each step down."""
     found = [*run.first.debugging]
-    if any(note.detects_anomalies for note in optimizers_of(run)):
+    lasts = [of[max(of)] for rank in run.ranks.values() for of in rank.steps.values()]
+    if any(step.detects_anomalies for step in lasts):
         found.append("torch.autograd.set_detect_anomaly")
     if found:
         yield Found(

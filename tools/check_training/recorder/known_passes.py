@@ -1,5 +1,6 @@
 """What is known of a pass over a loader while it is under way."""
 
+import threading
 from dataclasses import dataclass, field
 
 from ..records.data import Drawn, Mode
@@ -31,6 +32,7 @@ class KnownPass:
     rising: bool = True
     batches: int = 0
     batches_at_step: int = 0  # that were taken before the last step
+    thread: int = 0  # that has taken the last batch
     rows: int = 0
     batch_bits: list[int] = field(default_factory=list)
     tensor_bits: list[int] = field(default_factory=list)
@@ -61,9 +63,12 @@ class KnownPass:
         self.steps = counters.all_steps - self.steps_before
 
     def taken_for_a_step(self):
-        """Return how many batches were taken since this was last asked, when a step begins."""
+        """Return how many batches were taken since this was last asked, when a step begins.
+
+        A thread of its own may fetch them ahead: these are taken for no step.
+        """
         taken, self.batches_at_step = self.batches - self.batches_at_step, self.batches
-        return taken
+        return taken if self.thread == threading.get_ident() else 0
 
 
 @dataclass(slots=True)

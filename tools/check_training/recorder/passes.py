@@ -7,6 +7,7 @@ loader is asked for a batch, as its last batch has been used by then.
 
 import itertools
 import sys
+import threading
 import weakref
 from dataclasses import dataclass, field
 
@@ -266,7 +267,7 @@ def _feed_by(known):
 def _take(known, batch):
     """Add a batch to what is known of its pass; note that after 4, 8, 16, ... batches."""
     place, known.batches = known.batches, known.batches + 1
-    known.last_batch = now()
+    known.last_batch, known.thread = now(), threading.get_ident()
     known.gradients = known.gradients or torch.is_grad_enabled()
     first = _first_tensor(batch)
     if first is not None and first.dim() and readable(first):

@@ -304,9 +304,19 @@ def thrown(backwards=1, count=1, at_the_end=True):
     return [ThrownAway(1.0, "a.py:9", backwards, at_the_end)] * count
 
 
-def calls(count, is_gradient):
+def of_trials(groups):
+    """Return the Run of four ranks with rates of two trials. groups: of each rank's DDP object."""
+    ranks = []
+    for rank, group in enumerate(groups):
+        _, made, *taken = steps(rank, rates=[0.1 if rank < 2 else 0.03])
+        made.names = [ParameterName(0, "w"), ParameterName(0, "b")]
+        ranks.append([wrapped(group=group), made, *taken])
+    return run_of(*ranks)
+
+
+def calls(count, is_gradient, group=""):
     """Return records of all_reduce."""
-    call = {"line": "a.py:10", "group": "", "failed": False}
+    call = {"line": "a.py:10", "group": group, "failed": False}
     return [
         Call(1.0, name="all_reduce", number=number, is_gradient=is_gradient, **call)
         for number in range(count)
@@ -420,6 +430,9 @@ STEPS = [
     ("clips_what_is_not_trained", NOTHING, both(steps, more=clips())),
     ("summed_again", Question, both(steps, more=calls(4, True))),
     ("summed_again", NOTHING, both(steps, more=calls(3, True))),
+    ("summed_again", NOTHING, both(steps, more=calls(4, True, "[0, 2]#over"))),  # DDP: ranks 0, 1
+    ("rates_differ", Found, of_trials([(0, 1, 2, 3)] * 4)),
+    ("rates_differ", NOTHING, of_trials([(0, 1), (0, 1), (2, 3), (2, 3)])),  # a trial each
     ("summed_again", NOTHING, both(steps, more=calls(9, False))),
 ]
 

@@ -65,8 +65,10 @@ def _save(content, file):
 
 def _has_model(content, keys):
     """Return Save.has_model. keys: all that are in the content."""
-    if not isinstance(content, dict) or not model.state.wrappers:
+    if not isinstance(content, dict):
         return None
+    if not model.state.wrappers:  # it may have another one, if any has given its state by then
+        return None if state_dicts.state.made else False
     if any(state_dicts.is_known(each) for each in (content, *content.values())):
         return True
     names = {name for known in list(model.state.wrappers.values()) for name in known.names}

@@ -202,6 +202,31 @@ def _names_of_its_epoch(kind):
     return [each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"]
 
 
+def reads_its_epoch(dataset):
+    """Return Pass.reads_epoch: a function of the dataset's class reads such a name of an attribute.
+
+    True if that is not known, as of a dataset in this one.
+    """
+    kind = type(dataset)
+    if hasattr(dataset, "dataset") or hasattr(dataset, "datasets"):
+        return True
+    names = {*EPOCHS, *_names_of_its_epoch(kind)}
+    codes = [getattr(each, "__code__", None) for each in vars(kind).values()]
+    return any(
+        code is not None and code.co_name != "__init__" and _loads_one_of(code, names)
+        for code in codes
+    )
+
+
+def _loads_one_of(code, names):
+    """Return whether a function's code, or one in it, reads an attribute of one of the names."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD") and instruction.argval in names:
+            return True
+    inner = [each for each in code.co_consts if hasattr(each, "co_code")]
+    return any(_loads_one_of(each, names) for each in inner)
+
+
 def draws_its_items(dataset):
     """Return whether a dataset, or one in it, never reads the index that it is asked for.
 

@@ -58,8 +58,22 @@ def _save(content, file):
             for ddp, known in list(model.state.wrappers.items())
         ),
         age=max(map(state_dicts.age, [content, *parts])),
+        has_model=_has_model(content, keys),
     )
     stand("")
+
+
+def _has_model(content, keys):
+    """Return Save.has_model. keys: all that are in the content."""
+    if not isinstance(content, dict):
+        return None
+    if not model.state.wrappers:  # it may have another one, if any has given its state by then
+        return None if state_dicts.state.made else False
+    if any(state_dicts.is_known(each) for each in (content, *content.values())):
+        return True
+    names = {name for known in list(model.state.wrappers.values()) for name in known.names}
+    names |= {name.removeprefix("module.") for name in names}
+    return not keys.isdisjoint(names)
 
 
 @around(torch, "load", also=[torch.serialization], closed=True, even_if_it_fails=True)

@@ -25,6 +25,7 @@ from .datasets import (
     draws_its_items,
     epoch_in,
     number_of,
+    reads_its_epoch,
     sampler_of,
     samplers_of,
     size_of,
@@ -179,6 +180,7 @@ def _note_pass(iterator, loader, key, known):
         dataset_epoch=epoch_in(loader.dataset),
         workers_epoch=known.workers_epoch,
         draws_its_items=known.draws_its_items,
+        reads_epoch=reads_its_epoch(loader.dataset),
         dataset_object=_number_of_object(state.datasets, loader.dataset),
     )
 

@@ -60,6 +60,12 @@ def made(result, args, kwargs):
         )
 
 
+def is_known(content):
+    """Return whether something is the result of a module's state_dict()."""
+    known = state.made.get(id(content))
+    return known is not None and known.reference() is content
+
+
 def _marks_of(content):
     """Return what changes with the tensors of a state_dict(): their versions, and bits of some.
 
@@ -73,9 +79,9 @@ def _marks_of(content):
 
 def age(content):
     """Return by how many steps a state_dict() that has changed with its module is older; or 0."""
-    known = state.made.get(id(content))
-    if known is None or known.reference() is not content:
+    if not is_known(content):
         return 0
+    known = state.made[id(content)]
     module = known.module()
     if module is None or not _has_memory(module, known.memory):
         return 0

@@ -66,6 +66,7 @@ class Pass(Record):
     # The dataset never reads the index that it is asked for: it draws its items by itself. Then
     # neither its length nor the sampler says anything, and no indices are noted.
     draws_its_items: bool = False
+    reads_epoch: bool = True  # code of the dataset's class may read that number
     dataset_object: int | None = None  # a number for this object, in this process; None: unknown
 
 

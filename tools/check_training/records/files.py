@@ -30,6 +30,8 @@ class Save(Record):
     only_optimizer: bool  # it is that state, and nothing else is in it
     names_of_wrapper: bool  # it holds the state of a DDP object: names that begin with "module."
     age: int  # steps since a state_dict in it was taken that has changed with the model; or 0
+    # It has a name of a DDP object's parameters, or is a module's state; None: it is not known.
+    has_model: bool | None = None
 
 
 @dataclass(slots=True)

@@ -78,7 +78,8 @@ def workers_keep_the_epoch(run):
             if not behind:
                 continue
             start = behind[-1].start
-            kind = Found if start.is_stream and gives_the_same(passes) else Question
+            proves_it = start.is_stream and start.reads_epoch and gives_the_same(passes)
+            kind = Found if proves_it else Question
             yield kind(
                 f"the dataset's epoch is {start.dataset_epoch} ({loader.line}), and the loader's"
                 f" workers still have {start.workers_epoch}: with persistent_workers=True, they"

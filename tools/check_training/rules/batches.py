@@ -119,6 +119,9 @@ def batches_of_one_label(run):
         single = [label for label in labels if label is not None]
         if first.progress.sizes_as_labels > len(single) / 2:
             continue  # they are the lengths of the items
+        changes = sum(one != other for one, other in itertools.pairwise(labels))
+        if first.start.is_stream and changes > len(labels) / 3:
+            continue  # it draws a label, or a language, for each batch
         if most(len(single), len(labels)) and len({*single}) > 1:
             yield Question(
                 f"nothing is shuffled ({loader.line}), and in {len(single)} of"

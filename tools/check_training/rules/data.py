@@ -71,6 +71,8 @@ def subsets_differ(run):
             sorted(sketch) for sketch in sketches
         )
         if least and same_items:
+            if not shares_out(run):
+                continue
             yield Found(
                 f"the items of Subset ({one.line}) stand in another order on each rank",
                 "shares by place overlap, and leave items out: sort them, or seed it",
@@ -99,6 +101,14 @@ def train_one_model(run):
         if number
     ]
     return not rows or any(not places_that_differ(row, "weights") for row in rows)
+
+
+def shares_out(run):
+    """Return whether a sampler may give each rank a part of a set, by its places."""
+    firsts = [each for loader in run.training_loaders() for each in loader.firsts]
+    if not firsts:
+        return True
+    return any(each.start.replicas or each.takes_a_share_of(run.world_size) for each in firsts)
 
 
 def has_the_rest(rank, one):
@@ -150,7 +160,8 @@ def same_batches(run):
     """All ranks of a DDP object train on the same batches.
 
     Looks alike, and is right: ranks that split the model (compared is what goes into one DDP
-    object), one constant batch, and an evaluation of all items with gradients on (forces).
+    object), one constant batch, and an evaluation of all items with gradients on (forces). It is a
+    question where ranks send something to single ones: each may take its part of the sequences.
     """
     for forwards in run.forwards():
         numbers = those_of_training(run, forwards)
@@ -161,9 +172,12 @@ def same_batches(run):
             why, page = "a DistributedSampler (or your own split by rank) is missing", SHARE
             if any(draws_what_it_gives(loader) for loader in run.training_loaders()):
                 why, page = "they draw the same random items: seed by rank", RANDOMNESS
-            yield Found(
+            kind, doubt = Found, ""
+            if "to_one" in run.features:
+                kind, doubt = Question, ", unless each takes its part of them"
+            yield kind(
                 f"{in_words(forwards.of, run)} train on the same batches: {same} ({line})",
-                f"the others add nothing: {why}",
+                f"the others add nothing: {why}{doubt}",
                 page,
             )
             return

@@ -106,12 +106,13 @@ def nothing_keeps_apart(one, other):
 def several_save_one_file(run):
     """Several ranks write one file.
 
-    Looks alike, and is right: files by rank, ranks that take turns, other machines' disks.
+    Looks alike, and is right: files by rank, ranks that take turns, other machines' disks, and a
+    rank that adds to what it has read of the other's save, as with a lock.
     """
     for file in saved_files(run):
         first = next(iter(file.saves.values()))[0]
         at_once = any(
-            nothing_keeps_apart(save, other_save)
+            nothing_keeps_apart(save, other_save) and not adds_to_the_other(run, save, other_save)
             for mine, others in itertools.combinations(file.saves.values(), 2)
             for save, other_save in itertools.product(mine, others)
         )
@@ -122,6 +123,17 @@ def several_save_one_file(run):
                 "pitfalls/every_rank_saves.py",
                 once=f"save {first.line}",
             )
+
+
+def adds_to_the_other(run, one, other):
+    """Return whether the later of two saves of a path came after a load of the earlier one."""
+    earlier, later = sorted([one, other], key=lambda save: save.begin)
+    return any(
+        load.path == later.path and earlier.time <= load.begin and load.time <= later.begin
+        for rank in run.ranks.values()
+        if later in rank.records(Save)
+        for load in rank.records(Load)
+    )
 
 
 @rule(unless={"save"})
@@ -314,7 +326,8 @@ def saved_in_place(run):
     """The file from which the job goes on is written over in place: a kill meanwhile leaves none.
 
     Looks alike, and is right: a file that is moved to its name afterwards, and one that is loaded
-    when the last step is done, to evaluate it.
+    when the last step is done, to evaluate it. It is a question where there are others beside it,
+    one for each save.
     """
     loaded = paths_to_go_on_from(run)
     for rank in run.ranks.values():
@@ -322,9 +335,14 @@ def saved_in_place(run):
         moved = {move.source for move in rank.records(Move)}
         for path in loaded:
             if saves[path] > 1 and path not in moved:
-                yield Found(
+                beside = sum(count == 1 for count in saves.values())
+                has_others = beside >= saves[path] - 1
+                kind, doubt = (Question, ", unless it then takes one beside it")
+                if not has_others:
+                    kind, doubt = Found, ""
+                yield kind(
                     f"{os.path.basename(path)}, from which the job goes on, is written over in"
                     f" place {saves[path]} times",
-                    "a kill meanwhile leaves none: write beside it, then os.replace",
+                    f"a kill meanwhile leaves none: write beside it, then os.replace{doubt}",
                     "pitfalls/snapshot_in_place.py",
                 )

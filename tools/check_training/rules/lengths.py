@@ -23,6 +23,8 @@ def batches_differ_in_size(run):
         rows = [
             {rank: each.rows for rank, each in forwards.at(number).items()} for number in common
         ]
+        if has_more_rows_than_items(run, rows):
+            continue
         uneven = [row for row in rows if differ(row.values())]
         if most(len(uneven), len(common)):
             yield Question(
@@ -43,6 +45,21 @@ def has_a_sum_in_each_step(run):
         for step in of.values()
     ]
     return statistics.median(small_sums or [0]) >= 1
+
+
+def has_more_rows_than_items(run, rows):
+    """Return whether more goes into DDP than a loader's batch has: its rows are moments, say.
+
+    rows: {rank: rows of a call}, for each call.
+    """
+    sizes = [
+        each.progress.rows / each.progress.batches
+        for loader in run.training_loaders()
+        for each in loader.firsts
+        if each.progress.rows and each.progress.rows == each.progress.items
+    ]
+    largest = [max(count or 0 for count in row.values()) for row in rows]
+    return bool(sizes) and most(sum(each > max(sizes) for each in largest), len(largest))
 
 
 def items_are_no_rows(run):
@@ -167,8 +184,14 @@ def all_draw_the_same(run):
 def loader_is_empty(run):
     """A loader yields nothing, and nothing is trained.
 
-    Looks alike, and is right: an evaluation (then some steps are taken).
+    Looks alike, and is right: an evaluation (then some steps are taken), and predictions, of which
+    another pass or rank gets some batches, and nobody takes a step.
     """
+    everybody = run.ranks.values()
+    if not any(rank.steps for rank in everybody) and any(
+        each.progress.batches for rank in everybody for each in rank.passes
+    ):
+        return
     for rank in run.ranks.values():
         for each in rank.passes:
             empty = each.progress.exhausted and each.progress.batches == 0

@@ -55,9 +55,14 @@ def trains(run):
 
 @rule()
 def begins_anew(run):
-    """A restart loads no file that the attempt before has saved: all is trained again."""
+    """A restart loads no file that the attempt before has saved: all is trained again.
+
+    Looks alike, and is right: a file that was copied, and what torch.distributed.checkpoint saves.
+    """
     restarts = run.before is not None and run.first.attempt > 0
-    if not restarts or not trains(run):
+    if not restarts or not trains(run) or "sharded saves" in run.before.features:
+        return
+    if any(load.has_optimizer for load in loads_at_first(run)):
         return
     if run.before.records(Save) and not loads_from_before(run):
         yield Question(
@@ -73,7 +78,7 @@ def optimizer_not_loaded(run):
     """Training goes on without the state of an optimizer that has momentum.
 
     Looks alike, and is right: fine-tuning. So it is asked, but where the start before has saved the
-    file.
+    file. A file without a model is not looked at: it may have data.
     """
     notes = [note for rank in run.ranks.values() for note in rank.optimizers.values()]
     has_momentum = any(note.has_momentum for note in notes)
@@ -81,7 +86,7 @@ def optimizer_not_loaded(run):
         return
     if goes_on_with_a_state(run):
         return
-    ours = loads_from_before(run)
+    ours = [load for load in loads_from_before(run) if may_have_a_model(run, load)]
     for load in loads_at_first(run):
         if load not in ours and not load.has_optimizer:
             continue
@@ -95,6 +100,13 @@ def optimizer_not_loaded(run):
             why = "right for fine-tuning; after a crash the momentum is lost"
             yield Question(what, why, NO_STATE)
         return
+
+
+def may_have_a_model(run, load):
+    """Return whether the start before may have saved a model in the file of a Load."""
+    names = names_before(run, load.path)
+    saves = [save for save in run.before.records(Save) if save.path in names]
+    return not saves or any(save.has_model is not False for save in saves)
 
 
 def goes_on_with_a_state(run):

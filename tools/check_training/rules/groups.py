@@ -26,10 +26,11 @@ def no_group(ranks):
     alone = [rank for rank in ranks if rank.number is None and trains_alone(rank)]
     if len(alone) < 2 or exchange_by_other_means(alone):
         return
-    kind = Found if train_the_same(alone) or save_to_one_file(alone) else Question
+    kind = Found if do_the_same(alone) or save_to_one_file(alone) else Question
+    doubt = "" if kind is Found else "unless gradients go by another library, "
     yield kind(
         f"{len(alone)} processes train, and none calls init_process_group(): so many models",
-        "each learns from its own data alone: no gradient is exchanged",
+        f"{doubt}each learns from its own data alone: no gradient is exchanged",
         "docs/how_a_job_starts.md#six-parts",
     )
 
@@ -97,12 +98,26 @@ def train_the_same(ranks):
     return len(rows) > 1 and not any(differ(row) for row in rows)
 
 
+def do_the_same(ranks):
+    """Return whether all ranks have equal weights in all steps, and train on the same batches.
+
+    False if no batch was noted.
+    """
+    batches = batches_of(ranks)
+    return train_the_same(ranks) and any(batches) and not differ(batches)
+
+
 def exchange_by_other_means(ranks):
     """Return whether the weights stay equal, though other batches are trained on.
 
     Then gradients or weights are exchanged by files, sockets or another library.
     """
-    batches = [
+    return train_the_same(ranks) and differ(batches_of(ranks))
+
+
+def batches_of(ranks):
+    """Return the bits of the batches that each rank trains on, a list for a rank."""
+    return [
         [
             bits
             for passes in rank.training_passes().values()
@@ -111,7 +126,6 @@ def exchange_by_other_means(ranks):
         ]
         for rank in ranks
     ]
-    return train_the_same(ranks) and differ(batches)
 
 
 def save_to_one_file(ranks):

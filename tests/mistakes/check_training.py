@@ -181,6 +181,14 @@ WINDOWS = """class Windows(TensorDataset):  # draws its items, whatever it is as
 """
 SWAPPING = WINDOWS.replace("        index =", "        if torch.rand(()) < 0.1: index =")
 EACH_ALL = {SAMPLER: SEED, SET_EPOCH: "", "sampler=sampler": "shuffle=True"}
+CLASSES = """class Classes(TensorDataset):
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        names = ["cat", "dog", "owl"][:: 1 - 2 * dist.get_rank()]  # as from a set
+        self.class_to_idx = {name: number for number, name in enumerate(names)}
+
+
+"""
 REPEATED = """class Repeated(DistributedSampler):  # each item comes three times, to be augmented
     def __init__(self, dataset):
         super().__init__(dataset)
@@ -565,6 +573,13 @@ MISTAKES = {
         "found: .*same order",
         LOOP,
         True,
+    ),
+    "classes are numbered in another order": (
+        {MAIN: CLASSES + MAIN, "TensorDataset(inputs, inputs": "Classes(inputs, inputs"},
+        "entries_in_another_order",
+        "found: the dataset's 'class_to_idx' has the same entries in another order on each rank",
+        LOOP,
+        False,
     ),
     "its own parts": (
         after(

@@ -125,6 +125,7 @@ WRONG_RANK = [dealt(0), dealt(0)]
 SAME = [f"batch {batch}" for batch in EIGHT]
 ALIKE = [number_of(text) for text in SAME]
 NOT_READ = {"contents": {}, "listed": {}}
+NO_SUM = {"progress": {"content": 0.0}}
 SETS = [
     ("whole_set_on_each_rank", Found, both(a_pass)),
     ("whole_set_on_each_rank", Found, both(a_pass, start=NOT_READ)),
@@ -167,6 +168,8 @@ SETS = [
     ("sampler_told_wrong", Found, run_of(*WRONG_RANK)),
     ("sampler_told_wrong", Found, both(dealt, start={"replicas": 4})),
     ("sampler_told_wrong", Found, run_of(dealt(0, ddp=False), dealt(0, ddp=False))),
+    ("sampler_told_wrong", Question, both(dealt, start={"replicas": 4, **NOT_READ}, **NO_SUM)),
+    ("sampler_told_wrong", NOTHING, run_of(dealt(0), dealt(0, start={"contents": {}}))),
     ("sampler_told_wrong", NOTHING, both(dealt)),
     ("sampler_told_wrong", NOTHING, both(a_pass)),
     ("sampler_told_wrong", NOTHING, run_of(dealt(0), a_pass(1))),

@@ -125,19 +125,18 @@ def _list_texts(listed, name, value):
     """
     if not value or not isinstance(next(iter(value)), (str, tuple)):
         return
-    if isinstance(value, dict):
-        if len(value) <= 100_000:
-            pairs = [
-                (str(key), each if isinstance(each, int) else 0) for key, each in value.items()
-            ]
-            listed[name] = Listed(_checksum(sorted(pairs)), _checksum(sorted(map(str, value))))
-        return
-    firsts = [item[0] if isinstance(item, tuple) and item else item for item in list(value)[:5000]]
-    known = [_checked(first) for first in firsts]
+    keys = list(value)[: 100_000 if isinstance(value, dict) else 5000]
+    known = [_checked(key[0] if isinstance(key, tuple) and key else key) for key in keys]
     if None in known:  # what else may stand there has another text in each process
         return
     entries = _without_folders([str(each) for each in known])
-    listed[name] = Listed(_checksum(entries), _checksum(sorted(entries)))
+    if isinstance(value, dict):
+        values = [*dict.values(value)][: len(keys)]
+        numbers = [each if isinstance(each, int) else 0 for each in values]
+        entries = sorted(zip(entries, numbers, strict=True))
+        listed[name] = Listed(_checksum(entries), _checksum([entry for entry, _ in entries]))
+    else:
+        listed[name] = Listed(_checksum(entries), _checksum(sorted(entries)))
 
 
 def _without_folders(texts):

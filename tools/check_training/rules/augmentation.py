@@ -78,7 +78,9 @@ def workers_keep_the_epoch(run):
             if not behind:
                 continue
             start = behind[-1].start
-            proves_it = start.is_stream and start.reads_epoch and gives_the_same(passes)
+            proves_it = (
+                start.is_stream and start.reads_epoch is not False and gives_the_same(passes)
+            )
             kind = Found if proves_it else Question
             yield kind(
                 f"the dataset's epoch is {start.dataset_epoch} ({loader.line}), and the loader's"

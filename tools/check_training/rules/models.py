@@ -55,10 +55,10 @@ def own_batch_norm(run):
     frozen.
     """
     for place, wrapped in enumerate(run.wrapped.values()):
-        if evaluate_with_equal_means(run, place):
+        if evaluate_with_equal_means(run, place) or means_stay_equal(run, wrapped):
             continue
         own = wrapped.has_batch_norm and not wrapped.sends_buffers
-        if own and len(wrapped.group) > 1 and not means_stay_equal(run, wrapped):
+        if own and len(wrapped.group) > 1:
             yield Question(
                 f"DDP() of {wrapped.line} sends no buffers before a forward: each rank's BatchNorm"
                 " has means of its own",

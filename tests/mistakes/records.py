@@ -277,7 +277,7 @@ def steps(rank, count=8, more=(), optimizer="o1", each=lambda number: {}, **fiel
         "cleared_after": 0,
         "forwards": 1,
         "backwards": 1,
-        "two_forwards": False,
+        "two_forwards": [],
         "mixed": False,
         "exchanged": True,
         "backward_line": "a.py:6",

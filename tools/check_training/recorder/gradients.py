@@ -41,7 +41,7 @@ def backward(args, kwargs):
     if root is not None and root.requires_grad and model.state.exchanges and is_measured:
         handle = root.register_hook(_reports_the_end(ready))
     counters.backwards += 1
-    model.state.waiting = max(0, model.state.waiting - 1)
+    model.backward_begins()
     stand("backward", counters.backward_line)
     gpu_times.begins("backward")
     begin = now()

@@ -1,5 +1,6 @@
 """DDP objects, as they are made, and their forward passes: notes Wrapped, Forward, Buffers."""
 
+import collections
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -53,8 +54,9 @@ class Models:
     was_training: dict[int, bool] = field(default_factory=dict)  # {DDP's number: at its last call}
     called: set[int] = field(default_factory=set)  # numbers of DDP objects, since the last step
     exchanges: bool | None = None  # the last call was outside no_sync(); None: there was none
-    waiting: int = 0  # calls that no backward() has followed yet
-    two_forwards: bool = False  # of these, there were two at once since the last step
+    # {number of a DDP object: its calls that no backward() has followed yet}
+    waiting: collections.Counter = field(default_factory=collections.Counter)
+    two_forwards: set[int] = field(default_factory=set)  # numbers of those with two at once
     bare_watch: object = None  # torch's handle, as long as calls of the bare model are looked for
     looked_for_bare_calls: bool = False
 
@@ -202,13 +204,24 @@ def _all_used(ddp, known, call):
 def follow(number, training, exchanges):
     """Count a call with gradients on; return whether the mode has changed since the one before."""
     counters.forwards += 1
-    state.waiting += 1
-    state.two_forwards |= state.waiting > 1
+    state.waiting[number] += 1
+    if state.waiting[number] > 1:
+        state.two_forwards.add(number)
     state.exchanges = exchanges
     state.called.add(number)
     turned = state.was_training.get(number, training) != training
     state.was_training[number] = training
     return turned
+
+
+def backward_begins():
+    """A backward() follows one call of each DDP object."""
+    state.waiting -= collections.Counter([*state.waiting])
+
+
+def forget_calls():
+    """A step has come: what was called before it does not count for the next one."""
+    state.two_forwards, state.waiting, state.called = set(), collections.Counter(), set()
 
 
 def look_for_bare_calls():

@@ -324,7 +324,7 @@ def note_step(optimizer, known, parameters, batches):
         cleared_after=known.cleared_after,
         forwards=counters.forwards - known.forwards,
         backwards=counters.backwards - known.backwards,
-        two_forwards=model.state.two_forwards,
+        two_forwards=sorted(model.state.two_forwards),
         exchanged=model.state.exchanges,
         backward_line=counters.backward_line,
         batches=batches,
@@ -369,7 +369,7 @@ def end_step(optimizer):
     known.mixed = False
     for other in state.known.values():
         other.others += other is not known
-    model.state.two_forwards, model.state.waiting, model.state.called = False, 0, set()
+    model.forget_calls()
     if known.key == state.main:
         gpu_times.step_ended(number)
         links.step_ended(number)

@@ -54,7 +54,7 @@ class Step(Record):
     cleared_after: int  # backward passes before zero_grad() was called, without a step; or 0
     forwards: int  # calls of DDP objects since the step before
     backwards: int  # backward passes since the step before
-    two_forwards: bool  # a DDP object was called twice before a backward()
+    two_forwards: list[int]  # numbers of the DDP objects that were called twice before a backward()
     exchanged: bool | None  # the last forward had the exchange on; None: there was none
     backward_line: str  # of the last backward()
     batches: int  # taken from the training loader since the step before

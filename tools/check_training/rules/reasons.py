@@ -100,12 +100,13 @@ def begin_apart(apart):
 
 
 def bare_model_is_called(apart):
-    """A DDP object was made, and never called."""
-    if not apart.wrapped or apart.run.records(Forward):
+    """A DDP object was made, and never called; others may be."""
+    wrapped = apart.wrapped
+    if not wrapped or any(call.ddp == wrapped.ddp for call in apart.run.records(Forward)):
         return ""
     calls = apart.run.records(BareCall)
-    where = f", at {calls[0].line}" if calls else ""
-    return f"DDP() of {apart.wrapped.line} is never called, but the bare model{where}"
+    instead = f"the bare model, at {calls[0].line}" if calls else "its parameters are trained"
+    return f"DDP() of {wrapped.line} is never called, but {instead}"
 
 
 def not_of_ddp(apart):
@@ -171,7 +172,7 @@ def last_forward_in_no_sync(apart):
 
 def two_forwards_first(apart):
     """DDP prepares for one backward() after each forward."""
-    if apart.step.two_forwards:
+    if apart.wrapped and apart.wrapped.ddp in apart.step.two_forwards:
         return "two forwards of the DDP object, then two backwards: one is not averaged"
     return ""
 

@@ -185,7 +185,9 @@ def is_sure(apart, reason):
     if reason.given_by is nothing_is_averaged_in_steps and apart.from_the_first:  # an ensemble?
         return False
     if reason.given_by is not_all_by_hand and not run.wrapped:
-        return not apart.from_the_first and len(meanwhile) > max(steps) / 2
+        if apart.from_the_first or not has_the_size_of_gradients(apart, meanwhile):
+            return False
+        return len(meanwhile) > max(steps) / 2
     # A long accumulation, of which a run that was cut shows the first part alone, looks alike.
     if reason.given_by is last_forward_in_no_sync and run.cut:
         return len(apart.common) > 40
@@ -220,6 +222,16 @@ def may_average_later(apart):
         elif elements >= max(sizes, default=0):
             return True
     return whole in gathered or sizes <= gathered
+
+
+def has_the_size_of_gradients(apart, calls):
+    """Return whether some calls sum as many numbers as the largest parameter has, or all have.
+
+    Else they sum something else: activations, or some entries that are drawn in each step.
+    """
+    sizes = [math.prod(shape) for shape in apart.optimizer.shapes]
+    whole = max(sizes), sum(sizes)
+    return any("reduce" in call.name and call.elements in whole for call in calls)
 
 
 def averages_in_each_step(apart, meanwhile, reason):

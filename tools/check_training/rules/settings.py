@@ -94,34 +94,6 @@ def one_tensor_for_all(run):
             )
 
 
-@rule(unless={"calls for each"})
-def many_small_calls(run):
-    """Most steps make eight or more collective calls of at most 16 numbers, which could be one.
-
-    Looks alike, and is right: a few in each step, or in each call of a step's closure (LBFGS); many
-    in an evaluation; those that torch makes in a forward, a backward or a step of its own; calls
-    with async_op.
-    The optimizer counts that takes most steps: several may come between two of another one.
-    """
-    rank = run.first
-    if rank.steps:
-        steps = max(rank.steps.values(), key=max)
-        between = small_calls(rank, steps)
-        many = [
-            calls
-            for number, calls in between.items()
-            if len(calls) > 7 * max(1, steps[number].closures or 0)
-        ]
-        if most(len(many), len(between)):
-            [(line, _)] = collections.Counter(line for each in many for line in each).most_common(1)
-            yield Question(
-                f"each step makes {statistics.median_low(map(len, many))} collective calls of few"
-                f" numbers, most of them at {line}",
-                "all ranks wait for each of them: put the numbers into one tensor, for one call",
-                COSTS,
-            )
-
-
 @rule("calls for each")
 def one_call_for_each_parameter(run):
     """The script exchanges the gradients itself, by a call for each of many small parameters.
@@ -167,6 +139,34 @@ def calls_for_each(rank, before, step, shapes):
     ]
     missing = collections.Counter(sizes) - collections.Counter(call.elements for call in calls)
     return [] if missing else calls
+
+
+@rule(unless={"calls for each"})
+def many_small_calls(run):
+    """Most steps make eight or more collective calls of at most 16 numbers, which could be one.
+
+    Looks alike, and is right: a few in each step, or in each call of a step's closure (LBFGS); many
+    in an evaluation; those that torch makes in a forward, a backward or a step of its own; calls
+    with async_op.
+    The optimizer counts that takes most steps: several may come between two of another one.
+    """
+    rank = run.first
+    if rank.steps:
+        steps = max(rank.steps.values(), key=max)
+        between = small_calls(rank, steps)
+        many = [
+            calls
+            for number, calls in between.items()
+            if len(calls) > 7 * max(1, steps[number].closures or 0)
+        ]
+        if most(len(many), len(between)):
+            [(line, _)] = collections.Counter(line for each in many for line in each).most_common(1)
+            yield Question(
+                f"each step makes {statistics.median_low(map(len, many))} collective calls of few"
+                f" numbers, most of them at {line}",
+                "all ranks wait for each of them: put the numbers into one tensor, for one call",
+                COSTS,
+            )
 
 
 def small_calls(rank, steps):

@@ -1,5 +1,6 @@
 """Do the weights of ranks that should hold one model come apart, and why?"""
 
+import collections
 import math
 
 from ..findings import Found, Question, rule
@@ -145,16 +146,19 @@ def meet_again(apart):
 
 
 def some_meet_again(apart):
-    """Return whether some parameters are equal once more: they are averaged, the others are not."""
-    apart_before = set()
+    """Return whether a parameter is equal again twice: it is averaged, and others are not.
+
+    Once may be rounding, of weights that grow without end.
+    """
+    apart_before, times = set(), collections.Counter()
     for number in apart.common:
         row = [*apart.steps.at(number).values()]
         odd = set(places_that_differ(row, "weights"))
-        equal = [row[0].weights[place] for place in apart_before - odd]
-        if any(each is not None and math.isfinite(each.norm) for each in equal):
-            return True
+        for place in apart_before - odd:
+            weights = row[0].weights[place]
+            times[place] += weights is not None and math.isfinite(weights.norm)
         apart_before |= odd
-    return False
+    return max(times.values(), default=0) > 1
 
 
 def are_experts(apart):

@@ -465,6 +465,26 @@ MISTAKES = {
         STEP,
         False,
     ),
+    "a DDP object that is passed by": (  # others are called, twice before a backward()
+        {
+            **after(
+                WRAP,
+                "past = DDP(nn.Linear(1, 1, bias=False))",
+                "own = torch.optim.Adam(past.parameters())",
+            ),
+            **after(
+                STEP,
+                "w = next(past.parameters())",
+                "own.zero_grad()",
+                "(model(x).mean() * model(x).mean() * 0 + w.sum() * x.mean()).backward()",
+                "own.step()",
+            ),
+        },
+        "weights_come_apart",
+        "found: .*come apart .* is never called, but its parameters are trained",
+        None,
+        False,
+    ),
     "loaded by one": (
         after(
             WRAP,

@@ -35,7 +35,7 @@ class Parameters:
     registered: WeakIdKeyDictionary = field(  # {parameter: Registered}
         default_factory=WeakIdKeyDictionary
     )
-    gradients: WeakIdKeyDictionary = field(  # {stray: bits of its gradient}
+    strays: WeakIdKeyDictionary = field(  # {stray: bits of (its gradient, its values)}
         default_factory=WeakIdKeyDictionary
     )
 
@@ -68,7 +68,7 @@ def are_copies(owned):
 
 
 def look_for_strays(owned, step):
-    """Remember the gradients of strays, before a step.
+    """Remember the gradients and the values of strays, before a step.
 
     owned: a parameter list of each optimizer.
     """
@@ -79,17 +79,23 @@ def look_for_strays(owned, step):
         gradient = parameter.grad
         if gradient is None or id(parameter) in ids or not parameter.requires_grad:
             continue
-        if model.known_parameter(parameter) is None and readable(gradient, step):
-            state.gradients[parameter] = bits(gradient)
-        if len(state.gradients) >= MOST:
+        both_are_readable = readable(gradient, step) and readable(parameter, step)
+        if model.known_parameter(parameter) is None and both_are_readable:
+            state.strays[parameter] = bits(gradient), bits(parameter)
+        if len(state.strays) >= MOST:
             break
 
 
 def note_strays(step):
-    """Note those strays whose gradient has changed since look_for_strays()."""
-    for parameter, bits_before in list(state.gradients.items()):
+    """Note those strays whose gradient has changed since look_for_strays(), and not their values.
+
+    Values may come from elsewhere, as from an optimizer that has a shard of the parameter.
+    """
+    for parameter, (gradient_before, values_before) in list(state.strays.items()):
         gradient = parameter.grad
-        if gradient is not None and readable(gradient, step) and bits(gradient) != bits_before:
+        if gradient is None or not readable(gradient, step) or not readable(parameter, step):
+            continue
+        if bits(gradient) != gradient_before and bits(parameter) == values_before:
             place = state.registered[parameter]
             note(Stray, name=place.name, line=place.line)
-    state.gradients = WeakIdKeyDictionary()
+    state.strays = WeakIdKeyDictionary()

@@ -141,7 +141,8 @@ def whole_evaluation_on_each_rank(run):
             yield Question(
                 f"every rank evaluates the whole set ({loader.line}): {mean / seconds:.0%} of the"
                 " time",
-                "a share each, and one sum over the ranks, takes a part of it",
+                "a share each, and one sum over the ranks, takes a part of it, unless each rank has"
+                " another model",
                 METRICS,
             )
 

@@ -228,7 +228,8 @@ def outside_in_most_steps(own):
 def layers_of_no_model(run):
     """Parameters get gradients, and belong to no DDP object and no optimizer: a list of layers.
 
-    It is a question: a part that is to stay as it is may get gradients, which nobody uses.
+    It is a question: a part that is to stay as it is may get gradients, which nobody uses. Looks
+    alike, and is right: parameters whose values change by other means (shards that are gathered).
     """
     if "shards" in run.features:
         return

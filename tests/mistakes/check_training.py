@@ -469,7 +469,7 @@ MISTAKES = {
         {
             **after(
                 WRAP,
-                "past = DDP(nn.Linear(1, 1, bias=False))",
+                "past = DDP(nn.Linear(64, 64, bias=False))",
                 "own = torch.optim.Adam(past.parameters())",
             ),
             **after(

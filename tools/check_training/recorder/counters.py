@@ -15,6 +15,7 @@ class Counters:
     forwards: int = 0  # calls of DDP objects with gradients on
     no_grad_forwards: int = 0  # and with gradients off
     backwards: int = 0  # calls of backward()
+    loss: float | None = None  # as in Step
     batches: int = 0  # that were taken from loaders
     small_sums: int = 0  # collective calls with at most 16 numbers
     backward_line: str = ""  # of the last backward()

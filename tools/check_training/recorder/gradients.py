@@ -37,6 +37,7 @@ def backward(args, kwargs):
     ready, handle = [], None
     root = next(tensors_in(args[:1] or [kwargs.get("tensors")]), None)
     graphs.mark(root)
+    counters.loss = _number_in(root)
     is_measured = times.state.timed or gpu_times.state.thread is not None
     if root is not None and root.requires_grad and model.state.exchanges and is_measured:
         handle = root.register_hook(_reports_the_end(ready))
@@ -61,6 +62,14 @@ def backward(args, kwargs):
         if known.stale and looked_at(known.step):
             before, known.smallest_bits = known.smallest_bits, known.smallest_gradient()
             known.added |= known.smallest_bits != before
+
+
+def _number_in(root):
+    """Return the loss from which a backward pass begins, or None. root: a tensor, or None."""
+    step = counters.steps
+    if root is None or root.numel() != 1 or not looked_at(step) or not readable(root, step):
+        return None
+    return float(root.detach())
 
 
 def _reports_the_end(ready):

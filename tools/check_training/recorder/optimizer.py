@@ -331,6 +331,7 @@ def note_step(optimizer, known, parameters, batches):
         small_sums=counters.small_sums - known.small_sums,
         lost_hooks=model.lost_hooks(parameters),
         bare=_bare(parameters, gradients),
+        loss=counters.loss,
         detects_anomalies=torch.is_anomaly_enabled(),
         closures=known.closures_before,
         graphs_held=graphs_held,

@@ -62,6 +62,8 @@ class Step(Record):
     lost_hooks: list[str]  # names of parameters that DDP does not follow any more
     # Places of the parameters that need a gradient, and have none, or one of zeros.
     bare: list[int] = field(default_factory=list)
+    # The number from which the last backward() began; None: it was none, or was not read.
+    loss: float | None = None
     detects_anomalies: bool = False  # torch.autograd.set_detect_anomaly is on
     closures: int = 0  # so often the step before has called the closure that it was given
     # Of the graphs of the first backward passes, those that are still held after 100 more passes.

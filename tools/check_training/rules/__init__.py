@@ -16,7 +16,7 @@ before their consequences.
 
 # ruff: noqa: F401, I001
 from ..findings import RULES
-from . import machines, groups, models, weights, data, batches, lengths, augmentation, modes
+from . import machines, groups, models, weights, splits, data, batches, lengths, augmentation, modes
 from . import (
     evaluation,
     figures,

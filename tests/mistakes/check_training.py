@@ -2418,7 +2418,12 @@ FOLDERS = pathlib.Path(__file__).parent
 for each in sorted((FOLDERS / "right").glob("*.py")):  # whole scripts, as engines write them
     RIGHT[each.stem.replace("_", " ")] = {}
     OTHERS[each.stem.replace("_", " ")] = [f"tests/mistakes/right/{each.name}"]
-for each in sorted((FOLDERS / "meant").glob("*.py")):  # whole scripts, whose weights come apart
-    asked = "question: the weights of all ranks come apart .*unless that is meant so"
-    MISTAKES[each.stem.replace("_", " ")] = {}, "weights_come_apart", asked, "", False
-    OTHERS[each.stem.replace("_", " ")] = [f"tests/mistakes/meant/{each.name}"]
+COME_APART = (
+    "weights_come_apart",
+    "question: the weights of all ranks come apart .*unless that is meant so",
+)
+ASKED = {"parts of sequences": ("same_batches", "question: all ranks train on the same batches")}
+for each in sorted((FOLDERS / "meant").glob("*.py")):  # whole scripts that are asked whether
+    name = each.stem.replace("_", " ")
+    MISTAKES[name] = {}, *ASKED.get(name, COME_APART), "", False
+    OTHERS[name] = [f"tests/mistakes/meant/{each.name}"]

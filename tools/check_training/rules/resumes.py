@@ -97,7 +97,7 @@ def optimizer_not_loaded(run):
         if load in ours:
             yield Found(what, "its momentum begins at 0 after each resume", NO_STATE)
         else:
-            why = "right for fine-tuning; after a crash the momentum is lost"
+            why = "right for fine-tuning, or for a teacher; after a crash the momentum is lost"
             yield Question(what, why, NO_STATE)
         return
 

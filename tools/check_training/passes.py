@@ -17,6 +17,9 @@ class LoaderPass:
     steps_after: int = 0  # AfterPass.steps; 0 if none is noted
     # Of its backward passes, none leads to a step, as those of other passes do.
     takes_no_step: bool = False
+    # Gradients were off whenever it gave a batch, and on in other passes: its backward passes are
+    # of a batch that another loader had given before.
+    is_looked_at_between: bool = False
     makes_a_set: bool = False  # the process trains next on a set of what came out of it
 
     @property
@@ -25,7 +28,9 @@ class LoaderPass:
 
         An evaluation may take gradients for its inputs (forces, adversarial examples).
         """
-        return self.progress.backwards > 0 and not self.takes_no_step
+        if self.takes_no_step or self.is_looked_at_between:
+            return False
+        return self.progress.backwards > 0
 
     @property
     def steps(self):
@@ -42,7 +47,9 @@ class LoaderPass:
         progress = self.progress
         if not progress.over or not progress.batches or self.makes_a_set:
             return False
-        if progress.backwards or self.backwards_after > 1:
+        if progress.backwards and not self.is_looked_at_between:
+            return False
+        if self.backwards_after > 1:
             return False
         if progress.no_grad_forwards or not progress.gradients:
             return True
@@ -130,11 +137,14 @@ def just_begun(start):
 
 
 def look_for_steps(passes):
-    """Set takes_no_step of a process's LoaderPass objects.
+    """Set takes_no_step and is_looked_at_between of a process's LoaderPass objects.
 
     A step may come more rarely than a pass, or be none of torch's: so all passes over a loader
     count together, and nothing is known where no pass has a step.
     """
+    others_train = any(each.progress.backwards and each.progress.gradients for each in passes)
+    for each in passes:
+        each.is_looked_at_between = others_train and not each.progress.gradients
     with_steps = {each.start.loader for each in passes if each.steps}
     for each in passes:
         each.takes_no_step = bool(with_steps) and each.start.loader not in with_steps

@@ -126,6 +126,11 @@ def _at_the_end_of_a_pass():
     return one.over or one.complete or (one.batches < 2 and one.pass_of_loader > 0)
 
 
+def _has_gradients(each):
+    """Return whether a parameter of an optimizer has a gradient."""
+    return any(parameter.grad is not None for parameter in optimizer.parameters_of(each))
+
+
 def _nothing_left(known):
     """Return whether the smallest gradient of an optimizer is gone."""
     return known.smallest is None or not known.smallest_gradient()
@@ -157,8 +162,9 @@ def _note_clip(given, norm, most):
         return
     norm_is_read = torch.is_tensor(norm) and readable(norm, number)
     norm = float(norm) if norm_is_read else None
-    if isinstance(given, collections.abc.Iterator):  # a generator or a filter: it is read by now
-        owners = list(optimizer.state.known)
+    is_read_by_now = isinstance(given, collections.abc.Iterator)  # a generator or a filter
+    if is_read_by_now:
+        owners = [each for each in list(optimizer.state.known) if _has_gradients(each)]
         given_here = 0 if norm == 0 else 1
     else:
         listed = given if torch.is_tensor(given) else [*given]
@@ -170,7 +176,7 @@ def _note_clip(given, norm, most):
         number=number,
         line=where(),
         parameters=given_here,
-        in_an_optimizer=bool(owners) or _may_be_copied(),
+        in_an_optimizer=is_read_by_now or bool(owners) or _may_be_copied(),
         scaled=_scaled(owners),
         norm=norm,
         most=most if norm is not None and isinstance(most, (int, float)) else None,

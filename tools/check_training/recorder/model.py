@@ -39,6 +39,8 @@ class KnownDDP:
 
     number: int  # of all that were made
     names: set[str]  # in its state_dict()
+    # Modules in it whose mode counts: with dropout or BatchNorm.
+    parts: list[weakref.ref] = field(default_factory=list)
     has_exchanged: bool = False  # a call of it had the exchange on
     left_out: bool = False  # an exchange has not used a parameter, on some rank
 
@@ -74,7 +76,12 @@ def was_added(parameter):
     """Return whether a parameter was put into the module of a DDP object after that was made."""
     if known_parameter(parameter) is not None:
         return False
-    of_modules = (each for ddp in list(state.wrappers) for each in ddp.module.parameters())
+    of_modules = (
+        each
+        for ddp in list(state.wrappers)
+        for name, each in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+    )
     return any(parameter is each for each in of_modules)
 
 
@@ -102,8 +109,9 @@ def made(result, args, kwargs):
         state.parameters[id(parameter)] = known
         if averaged and readable(parameter, 0):
             _node(parameter).metadata[MARK] = True
-    state.wrappers[ddp] = KnownDDP(number, {*ddp.state_dict()})
     kinds = [(type(each).__name__, getattr(each, "p", 0)) for each in ddp.module.modules()]
+    parts = [weakref.ref(each) for each in ddp.module.modules() if _has_modes(each)]
+    state.wrappers[ddp] = KnownDDP(number, {*ddp.state_dict()}, parts)
     note(
         Wrapped,
         ddp=number,
@@ -118,6 +126,18 @@ def made(result, args, kwargs):
             for each in ddp.module.modules()
         ),
     )
+
+
+def _has_modes(module):
+    """Return whether a module does something else in eval mode: dropout or BatchNorm."""
+    kind = type(module).__name__
+    return ("Dropout" in kind and getattr(module, "p", 0)) or kind.startswith("BatchNorm")
+
+
+def _is_training(ddp, known):
+    """Return whether a DDP object's module is in train mode, or a part of it whose mode counts."""
+    parts = [part() for part in known.parts] if known is not None else []
+    return ddp.module.training or any(part is not None and part.training for part in parts)
 
 
 def _node(parameter):
@@ -146,7 +166,7 @@ def forward(args, kwargs):
     known = state.wrappers.get(ddp)
     number = known.number if known is not None else 0  # a copy: it was not made by DDP()
     call, exchanges = count(("forward", number, gradients)), ddp.require_backward_grad_sync
-    training = ddp.module.training  # it may have been set without the wrapper
+    training = _is_training(ddp, known)  # it may have been set without the wrapper
     turned = False
     if gradients:
         turned = follow(number, training, exchanges)

@@ -280,6 +280,7 @@ def describe(optimizer, known, parameters):
         ),
         threads=torch.get_num_threads(),
         unasked_float64=float64 and torch.get_default_dtype() != torch.float64,
+        sizes=[len(group["params"]) for group in optimizer.param_groups],
         of_modules=not model_parameters.are_copies([parameters]),
         gathered=known.gathered,
         added=[place for place, each in enumerate(parameters) if model.was_added(each)],

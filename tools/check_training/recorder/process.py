@@ -20,7 +20,18 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from ..records.process import Call, GroupMade, JoinBegun, Joined, Left
-from . import gpu_times, links, machine, model, optimizer, passes, schedules, totals, works
+from . import (
+    gpu_times,
+    links,
+    machine,
+    model,
+    optimizer,
+    passes,
+    schedules,
+    totals,
+    weights_at_end,
+    works,
+)
 from .counters import counters
 from .fingerprints import bits, looked_at, readable, tensors_in
 from .hooks import RAISED, around, at_start, before, replace, safely
@@ -148,6 +159,7 @@ def finish():
     """Note that the process leaves the default group, or ends, and what only an end shows."""
     passes.end_all()
     schedules.note_all()
+    weights_at_end.note_weights()
     gpu_times.note_what_is_done()
     links.note_links()
     works.note_forgotten()

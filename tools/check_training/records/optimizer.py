@@ -28,6 +28,7 @@ class Optimizer(Record):
     unasked_float64: bool  # a parameter is float64, and that is not the default type
     # Names of parameters that were copies when it was made: FSDP2 had gathered them.
     gathered: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # parameters in each of its groups
     of_modules: bool = True  # a module has one of them, or had
     # Places of those that were put into the module of a DDP object after DDP() was made.
     added: list[int] = field(default_factory=list)
@@ -70,6 +71,14 @@ class Step(Record):
     graphs_held: int = 0
     # The same after 30 more passes; 0 as soon as the graph of any pass before is gone.
     graphs_since_start: int = 0
+
+
+@dataclass(slots=True)
+class WeightsAtEnd(Record):
+    """The weights of an optimizer that is still there, as the process leaves its group or ends."""
+
+    optimizer: str  # its key
+    weights: list[Print | None]  # of each parameter; None: it was not read
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ def clips_before_the_exchange(run):
                 f"each rank clips by a norm of its own at {first.line} (before step"
                 f" {first.step + 1}: {on_each(norms)}), and the gradients are exchanged after that",
                 "the norm of all ranks' gradients is not clipped: call it once, right before"
-                " step(), when the gradients are exchanged",
+                " step(), when the gradients are exchanged, unless it clips those of inner steps",
                 CLIP,
                 once=f"clips {first.line}",
             )

@@ -29,6 +29,9 @@ def sampler_told_wrong(run):
             continue
         if not look_like_one_set(loader.firsts):
             continue
+        replicas = {each.start.replica for of in loader.passes.values() for each in of}
+        if len(replicas) > len(samplers):  # each pass is over another part of the set
+            continue
         wrong = {sampler.replicas for sampler in samplers.values()} - sizes
         shares = {(sampler.replicas, sampler.replica) for sampler in samplers.values()}
         on_all_ranks = len(samplers) == len(run.ranks) and sizes == {run.world_size}
@@ -193,7 +196,7 @@ def whole_set_on_each_rank(run):
     its Subset), draws with replacement, batches of one sampler that are dealt out to the ranks, and
     the same batches on all ranks, of which each takes its part, or some of them. Where the contents
     are not known, it is asked. So it is where another loader gives batches for the same steps: this
-    one's may be noises.
+    one's may be noises; and where the training goes by steps, and not by epochs.
     """
     for loader in run.training_loaders():
         firsts = loader.firsts
@@ -206,6 +209,8 @@ def whole_set_on_each_rank(run):
         are_the_same = are_one_set(firsts) and draw_all_items(firsts)
         kind = Found if was_read and are_the_same else Question
         doubt = "" if kind is Found else ", unless each rank has a set of its own"
+        if goes_by_steps(run, loader):
+            kind, doubt = Question, ", unless it is trained by steps, each rank on its own draws"
         if not run.is_trained_on(loader):
             kind, doubt = Question, ", unless they are added to another loader's, as noises are"
         yield kind(
@@ -214,6 +219,15 @@ def whole_set_on_each_rank(run):
             f"an epoch is {run.world_size} epochs{doubt}",
             SHARE,
         )
+
+
+def goes_by_steps(run, loader):
+    """Return whether a run that came to its end left a rank's last pass before it was over.
+
+    Then it counts steps, not epochs.
+    """
+    lasts = [passes[-1].progress for passes in loader.passes.values()]
+    return not run.cut and any(not last.exhausted for last in lasts)
 
 
 def goes_through_the_whole(firsts):

@@ -18,8 +18,8 @@ def items_counted_twice(run):
     Looks alike, and is right: the script drops the padding, before its sums (a rank's number of
     items is smaller then) or after a gather; a tensor with a place for each item; and another pass
     over the training's loader, unless a sum has its number of items. Of a gather no record shows
-    that the padding is dropped, so then it is asked; also if no sum is seen, as the figures may
-    come together in files.
+    that the padding is dropped, so then it is asked; also if no sum has that number: the script may
+    drop the padding, and divide by the length of the set, or put the figures together in files.
     """
     for loader in run.evaluation_loaders():
         if ranks_without(run, loader):
@@ -36,12 +36,11 @@ def items_counted_twice(run):
             padding = (start.total_size or 0) - (start.length or 0)
             if not start.length or padding <= 0:
                 continue
+            is_counted = first.progress.items in numbers_summed(run.ranks[rank], first)
             is_of_training = start.loader_object in trained_with(run.ranks[rank])
-            if is_of_training and first.progress.items not in numbers_summed(
-                run.ranks[rank], first
-            ):
+            if is_of_training and not is_counted:
                 continue
-            sure = is_summed_up(run.ranks[rank], first)
+            sure = is_counted and is_summed_up(run.ranks[rank], first)
             kind = Found if sure else Question
             yield kind(
                 f"the evaluation ({loader.line}) counts {padding} of {start.length} items twice:"
@@ -251,16 +250,21 @@ def forwards_in(rank, one):
 
 @rule(unless={"models", "weights"})
 def other_norms_on_ranks(run):
-    """BatchNorm's running values differ between the ranks in an evaluation in eval mode."""
+    """BatchNorm's running values differ between the ranks in an evaluation in eval mode.
+
+    It is a question where the DDP object is not called in it: its module may be, or an average.
+    """
     for loader in loaders_of_all_ranks(run):
         lasts = [passes[-1].progress.modes_after for passes in loader.passes.values()]
         firsts = [modes[0] for modes in lasts if modes]  # of the first DDP object
         norms = [mode.norms for mode in firsts if mode.norms and not mode.training]
         if differ(norms):
-            yield Found(
+            is_called = any(of[-1].progress.no_grad_forwards for of in loader.passes.values())
+            kind, doubt = (Found, "") if is_called else (Question, ", if it is this model")
+            yield kind(
                 "BatchNorm's running values differ between the ranks in the evaluation"
                 f" ({loader.line})",
-                "each rank evaluates a model of its own: broadcast rank 0's buffers before",
+                f"each rank evaluates a model of its own{doubt}: broadcast rank 0's buffers before",
                 "01_single_node_multi_gpu.py",
             )
 

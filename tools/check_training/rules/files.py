@@ -327,19 +327,20 @@ def saved_in_place(run):
 
     Looks alike, and is right: a file that is moved to its name afterwards, and one that is loaded
     when the last step is done, to evaluate it. It is a question where there are others beside it,
-    one for each save.
+    one for each save (numbered files, two in turn), and where it is loaded between steps alone, as
+    the best state is when the loss no longer falls.
     """
     loaded = paths_to_go_on_from(run)
+    at_the_start = {load.path for load in run.records(Load) if load.steps == 0}
     for rank in run.ranks.values():
         saves = collections.Counter(save.path for save in rank.records(Save) if save.has_optimizer)
         moved = {move.source for move in rank.records(Move)}
         for path in loaded:
             if saves[path] > 1 and path not in moved:
-                beside = sum(count == 1 for count in saves.values())
-                has_others = beside >= saves[path] - 1
-                kind, doubt = (Question, ", unless it then takes one beside it")
-                if not has_others:
-                    kind, doubt = Found, ""
+                has_others = saves.total() - saves[path] >= saves[path] - 1
+                kind, doubt = Found, ""
+                if has_others or path not in at_the_start:
+                    kind, doubt = Question, ", unless it then takes one beside it"
                 yield kind(
                     f"{os.path.basename(path)}, from which the job goes on, is written over in"
                     f" place {saves[path]} times",

@@ -56,9 +56,13 @@ def never_cleared(run):
 
 @rule()
 def cleared_too_late(run):
-    """Gradients are cleared between backward() and step(), so the step does nothing."""
+    """Gradients are cleared between backward() and step(), so the step does nothing.
+
+    Looks alike, and is right: an optimizer that takes them from elsewhere (main_grad): then the
+    weights change.
+    """
     for own in steps_of_each_rank(run):
-        if are_cleared_too_late(own):
+        if are_cleared_too_late(own) and not weights_move(own):
             yield Found(
                 f"gradients are cleared between backward() and step() {own.where}: the step does"
                 " nothing",
@@ -132,6 +136,8 @@ def no_gradient_at_all(run):
         after_backward = [step for step in own.steps if step.backwards]
         if len(bare) < max(8, len(after_backward)) or are_cleared_too_late(own):
             continue
+        if weights_move(own):
+            continue
         fact = (
             f"none of the optimizer's {len(own.optimizer.shapes)} parameters"
             f" ({own.optimizer.line}) ever has a gradient"
@@ -151,6 +157,12 @@ def no_gradient_at_all(run):
 def may_wait_for_its_turn(run, rank):
     """Return whether an optimizer of a Rank without gradients may get some later."""
     return run.cut or len(rank.steps) > 1
+
+
+def weights_move(own):
+    """Return whether the weights have changed between the first and the last of the OwnSteps."""
+    ends = [own.steps[0].weights, own.steps[-1].weights]
+    return differ([each and each.bits for each in weights] for weights in ends)
 
 
 def steps_without_gradients(own):

@@ -165,6 +165,8 @@ def some_call_the_wrapper(run):
                 continue
             page = "pitfalls/wrapper_on_rank_0.py"
             what = f"{in_words(callers)} alone {verb('call', callers)} the DDP object at {line}"
+            if not run.stalled and all(are_in_no_sync(run.ranks[rank], line) for rank in callers):
+                continue
             if not run.stalled and all(
                 are_made_up_for(run.ranks[rank], number, line) for rank in callers
             ):
@@ -181,6 +183,15 @@ def some_call_the_wrapper(run):
                 " model.module",
                 page,
             )
+
+
+def are_in_no_sync(rank, line):
+    """Return whether a Rank's calls of DDP objects at a line have the exchange switched off.
+
+    After such a call, DDP's next forward pass sends no buffers, either.
+    """
+    alone = [each for each in rank.records(Forward) if each.line == line]
+    return all(each.gradients and not each.exchanges for each in alone)
 
 
 def are_made_up_for(rank, ddp, line):

@@ -205,6 +205,21 @@ def optimizers_of_one_model(run):
     return found
 
 
+def rates_of_ddp(note, rates):
+    """Return those of an Optimizer's rates by which parameters of DDP objects are trained.
+
+    A group without any may be the rank's own, with a rate of its own.
+    """
+    if len(note.sizes) != len(rates) or sum(note.sizes) != len(note.names):
+        return rates
+    kept, begin = [], 0
+    for size, rate in zip(note.sizes, rates, strict=True):
+        if any(note.names[begin : begin + size]):
+            kept.append(rate)
+        begin += size
+    return kept
+
+
 def first_difference(run, steps, what):
     """Return "from step 3 on (train.py:42): 0.1 on rank 0, 0.2 on rank 1", or "" if all are equal.
 
@@ -213,6 +228,9 @@ def first_difference(run, steps, what):
     for number in run.same_steps(steps):
         row = steps.at(number)
         figures = {rank: getattr(step, what) for rank, step in row.items()}
+        if what == "rates":
+            notes = {rank: run.ranks[rank].optimizers[steps.optimizer] for rank in row}
+            figures = {rank: rates_of_ddp(notes[rank], mine) for rank, mine in figures.items()}
         if differ(figures.values()):
             line = row[min(row)].line
             texts = [

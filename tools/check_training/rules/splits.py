@@ -104,8 +104,9 @@ def entries_in_another_order(run):
             order = differ(each[name].order for each in lists)
             if order and not differ(each[name].entries for each in lists):
                 of_stream = any(each.start.is_stream for each in loader.firsts)
-                kind = Question if of_stream else Found
-                doubt = ", unless each rank means to read all in its own order" if of_stream else ""
+                kind, doubt = Found, ""
+                if of_stream or not shares_out(run):
+                    kind, doubt = Question, ", unless each rank means to read all in its own order"
                 yield kind(
                     f"the dataset's {name!r} has the same entries in another order on each rank"
                     f" ({loader.line})",

@@ -4,11 +4,13 @@ import collections
 import math
 
 from ..findings import Found, Question, rule
-from ..records.model import Forward
+from ..records.model import Forward, LoadedIntoModel
+from ..records.optimizer import WeightsAtEnd
 from ..records.process import Call
 from ..words import differ, in_words, verb
 from .apart import Apart, places_that_differ, steps_of_each_model, wrapper_of
 from .reasons import (
+    begin_apart,
     begin_with_other_weights,
     last_forward_in_no_sync,
     not_all_by_hand,
@@ -16,6 +18,7 @@ from .reasons import (
     nothing_is_averaged,
     nothing_is_averaged_in_steps,
     reason_for,
+    steps_differ,
 )
 
 
@@ -47,10 +50,15 @@ def never_steps(run):
 
 
 def has_another_for_them(rank, note):
-    """Return whether a Rank takes steps with parameters of an Optimizer's names and shapes."""
+    """Return whether a Rank takes steps with parameters of an Optimizer's names and shapes.
+
+    Or with another optimizer that the same line has made: each may have an owner, which sends what
+    it has changed.
+    """
+    others = [rank.optimizers[key] for key in rank.steps]
     return any(
-        rank.optimizers[key].names == note.names and rank.optimizers[key].shapes == note.shapes
-        for key in rank.steps
+        other.line == note.line or (other.names == note.names and other.shapes == note.shapes)
+        for other in others
     )
 
 
@@ -184,7 +192,7 @@ def is_sure(apart, reason):
     if reason.given_by is nothing_is_averaged and not shares_out_one_set(run):
         return False
     # A shard of the classes, or a head for the rank's own task, is in no DDP object's module.
-    if reason.given_by is not_of_ddp and not set(apart.gradients) <= set(apart.optimizer.added):
+    if reason.given_by in (not_of_ddp, begin_apart) and are_outside_ddp(apart):
         return False
     if reason.given_by is nothing_is_averaged_in_steps and apart.from_the_first:  # an ensemble?
         return False
@@ -192,10 +200,37 @@ def is_sure(apart, reason):
         if apart.from_the_first or not has_the_size_of_gradients(apart, meanwhile):
             return False
         return len(meanwhile) > max(steps) / 2
+    # Each rank may perturb the weights by its batch, and take that back after the step.
+    if reason.given_by is steps_differ and are_equal_at_the_end(apart):
+        return False
     # A long accumulation, of which a run that was cut shows the first part alone, looks alike.
     if reason.given_by is last_forward_in_no_sync and run.cut:
         return len(apart.common) > 40
     return True
+
+
+def are_outside_ddp(apart):
+    """Return whether a DDP object was made, and none has the parameters that come apart."""
+    places = {
+        place
+        for number in apart.bad[:3]
+        for place in places_that_differ([*apart.steps.at(number).values()], "weights")
+    }
+    if any(apart.name_of(place) for place in places) or not apart.run.wrapped:
+        return False
+    return not places & set(apart.optimizer.added)
+
+
+def are_equal_at_the_end(apart):
+    """Return whether the ranks' weights were read as the run ended, and are equal."""
+    lasts = {
+        rank: each.weights
+        for rank in apart.ranks
+        for each in apart.run.ranks[rank].records(WeightsAtEnd)
+        if each.optimizer == apart.steps.optimizer
+    }
+    known = len(lasts) == len(apart.ranks) and all(map(any, lasts.values()))
+    return known and not differ(lasts.values())
 
 
 def shares_out_one_set(run):
@@ -219,8 +254,11 @@ def may_average_later(apart):
     sizes = {math.prod(shape) for shape in apart.optimizer.shapes}
     whole = sum(math.prod(shape) for shape in apart.optimizer.shapes)
     gathered = set()
+    loads_states = any(load.steps for load in apart.run.records(LoadedIntoModel))
     for call in apart.run.records(Call):
         elements = call.elements or 0
+        if loads_states and "object" in call.name:  # states may be among them
+            return True
         if "gather" in call.name:
             gathered.add(elements)
         elif elements >= max(sizes, default=0):

@@ -219,7 +219,7 @@ SETS += [
     ("subsets_differ", NOTHING, run_of(subset(1), subset(2, key="u2"))),
     ("subsets_differ", NOTHING, run_of(subset(1, []), subset(2, []))),
     ("subsets_differ", NOTHING, run_of(subset(1), [])),
-    ("entries_in_another_order", Found, run_of(with_list(1), with_list(2))),
+    ("entries_in_another_order", Question, run_of(with_list(1), with_list(2))),
     ("entries_in_another_order", NOTHING, run_of(with_list(1), with_list(1))),
     ("entries_in_another_order", NOTHING, run_of(with_list(1, 7), with_list(2, 8))),  # shards
     ("entries_in_another_order", NOTHING, run_of(with_list(1), with_list(2, name="other"))),

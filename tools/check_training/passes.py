@@ -163,6 +163,9 @@ def look_for_sets_that_are_made(passes):
         seen.add(one.start.dataset_object)
         start, rows = following.start, one.progress.rows
         is_new = start.dataset_object not in seen and len(sets[start.loader]) > 1
+        made, end = start.dataset_seen, one.progress.last_batch
+        if made is not None and end is not None and made < end:
+            continue
         if is_new and following.trains and rows and start.length and start.length % rows == 0:
             one.makes_a_set = True
 

@@ -94,6 +94,11 @@ class Rank:
         return [*passes.values()]
 
     @property
+    def first_step(self):
+        """When it took its first step, in seconds, as time; infinity if it took none."""
+        return min((of[0].time for of in self.steps.values() if 0 in of), default=math.inf)
+
+    @property
     def begin(self):
         """When it joined, or wrote its first record: seconds, as time."""
         return self._joined.time

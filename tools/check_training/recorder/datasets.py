@@ -3,27 +3,43 @@
 No dataset is asked for an item, which could draw random numbers.
 """
 
+import contextlib
 import dis
 import functools
 import os
 import sys
 import zlib
+from dataclasses import dataclass, field
 
 import torch
+from torch.utils.data import dataloader, distributed
 from torch.utils.data import dataset as torch_dataset
-from torch.utils.data import distributed
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..records.data import Listed, SetEpoch, SubsetMade
 from . import generators
 from .fingerprints import bits, checksum_of_memory, readable, tensors_in
 from .hooks import after, before
-from .notebook import count, note, site
+from .notebook import count, note, now, site
 from .script_lines import where
+from .state import kept
 
 DEPTH = 8  # of datasets in datasets
 COLUMNS = 8  # of a table that are read
 EPOCHS = "epoch", "_epoch", "current_epoch"  # names of an attribute
 STRETCHES, STRETCH = 16, 256  # how many stretches of memory are read, and the bytes of each
+
+
+@dataclass
+class Datasets:
+    """The datasets of this process."""
+
+    seen: WeakIdKeyDictionary = field(  # {dataset: as Pass.dataset_seen}
+        default_factory=WeakIdKeyDictionary
+    )
+
+
+state = kept(Datasets())
 
 
 def size_of(thing):
@@ -263,6 +279,21 @@ def _reads(code, name):
         if operation.startswith("STORE") and not may_be_skipped:
             return False
     return False
+
+
+@after(dataloader.DataLoader, "__init__")
+def loader_made(result, args, kwargs):
+    """Remember when a dataset was put into a loader first."""
+    with contextlib.suppress(TypeError):  # a list, of which there are no weak references
+        state.seen.setdefault(args[0].dataset, now())
+
+
+def seen_at(dataset):
+    """Return Pass.dataset_seen."""
+    try:
+        return state.seen.get(dataset)
+    except TypeError:
+        return None
 
 
 def samplers_of(loader):

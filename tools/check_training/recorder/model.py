@@ -1,6 +1,7 @@
 """DDP objects, as they are made, and their forward passes: notes Wrapped, Forward, Buffers."""
 
 import collections
+import numbers
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -275,15 +276,26 @@ def _called(module):
 def _look_into(inputs, options, ddp, call):
     """Return (fields of a Forward, the device of the model)."""
     found = [*tensors_in((inputs, options))]
+    of_items = [] if _has_unknown((inputs, options)) else [each for each in found if each.dim()]
     seen = {
         "rows": next((len(tensor) for tensor in found if tensor.dim()), None),
-        "batch": [bits(tensor) for tensor in found[:3] if readable(tensor, call)],
+        "batch": [bits(tensor) for tensor in of_items[:3] if readable(tensor, call)],
     }
     device = next((parameter.device for parameter in ddp.module.parameters()), None)
     if device is not None and (device.type == "cpu" or call < FIRST):
         seen["random_state"] = random_state(device)
         seen["drew_since_batch"] = generators.drew_since_batch(device, seen["random_state"])
     return seen, device
+
+
+def _has_unknown(value):
+    """Return whether something in the arguments of a call may hold tensors that are not seen."""
+    if isinstance(value, dict):
+        return any(map(_has_unknown, dict.values(value)))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_unknown, value))
+    seen = isinstance(value, (str, bytes, numbers.Number, torch.dtype, torch.device))
+    return value is not None and not seen and next(tensors_in(value), None) is None
 
 
 def note_buffers(step):

@@ -49,7 +49,6 @@ class KnownOptimizer:
     stale: bool = False  # they may be there still
     smallest: weakref.ref | None = None  # the parameter with the smallest gradient
     smallest_bits: int = 0  # of this gradient; 0: it is gone, or zero
-    smallest_at: int = 0  # where this gradient is in memory
     added: bool = False  # a backward pass has added to this gradient since
     uncleared: int = 0  # backward passes since its last step, or since zero_grad()
     others: int = 0  # steps of other optimizers since its last one
@@ -68,12 +67,6 @@ class KnownOptimizer:
         """Return whether the parameter with the smallest gradient has none any more."""
         parameter = None if self.smallest is None else self.smallest()
         return parameter is not None and parameter.grad is None
-
-    def smallest_was_replaced(self):
-        """Return whether another tensor is in the place of the smallest gradient by now."""
-        parameter = None if self.smallest is None else self.smallest()
-        gradient = None if parameter is None else parameter.grad
-        return gradient is not None and _address_of(gradient) != self.smallest_at
 
 
 @dataclass
@@ -245,7 +238,7 @@ def look_at_step(optimizer, known, batches):
     if known.step == SECOND_LOOK and count("buffers") == 0:
         model.note_buffers(known.step)
         model_parameters.note_strays(known.step)
-    if not known.added or known.smallest_was_replaced():
+    if not known.added:
         known.stale = False  # gradients by hand
     note_step(optimizer, known, parameters, batches)
 
@@ -378,11 +371,6 @@ def end_step(optimizer):
         step_ended(number, end)
 
 
-def _address_of(gradient):
-    """Return where a gradient is in memory; 0: it does not say."""
-    return gradient.data_ptr() if type(gradient) is torch.Tensor else 0
-
-
 def _watch_gradients(optimizer, known):
     """Choose the smallest gradient of a step: the next one finds it if nobody clears it."""
     filled = [
@@ -392,6 +380,6 @@ def _watch_gradients(optimizer, known):
     ]
     if filled:
         smallest = min(filled, key=lambda each: each.grad.numel())
-        known.smallest, known.smallest_at = weakref.ref(smallest), _address_of(smallest.grad)
+        known.smallest = weakref.ref(smallest)
         known.smallest_bits = known.smallest_gradient()
     known.stale, known.added = bool(filled and known.smallest_bits), False

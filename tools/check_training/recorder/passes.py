@@ -28,6 +28,7 @@ from .datasets import (
     reads_its_epoch,
     sampler_of,
     samplers_of,
+    seen_at,
     size_of,
 )
 from .fingerprints import bits, readable, tensors_in
@@ -182,6 +183,7 @@ def _note_pass(iterator, loader, key, known):
         draws_its_items=known.draws_its_items,
         reads_epoch=reads_its_epoch(loader.dataset),
         dataset_object=_number_of_object(state.datasets, loader.dataset),
+        dataset_seen=seen_at(loader.dataset),
     )
 
 

@@ -67,6 +67,8 @@ class Pass(Record):
     # neither its length nor the sampler says anything, and no indices are noted.
     draws_its_items: bool = False
     reads_epoch: bool = True  # code of the dataset's class may read that number
+    # When the first DataLoader over this dataset was made; None: it was made by another way.
+    dataset_seen: Moment | None = None
     dataset_object: int | None = None  # a number for this object, in this process; None: unknown
 
 

@@ -270,7 +270,8 @@ def first_batch_again(run):
     """A new iterator is made for each batch, so each step takes the first one.
 
     It is a question where the batches differ: the sampler may shuffle each time. Looks alike, and
-    is right: a set of its own for each step, of which one batch is taken.
+    is right: a set of its own for each step, of which one batch is taken; a batch that is shown
+    to the model between the steps.
     """
     for loader in run.training_loaders():
         passes = next(iter(loader.passes.values()))
@@ -280,6 +281,8 @@ def first_batch_again(run):
         bits = [each.progress.batch_bits[0] for each in single if each.progress.batch_bits]
         kind = Found if bits and len(set(bits)) < len(bits) / 2 else Question
         if kind is Question and differ(each.start.dataset_object for each in single):
+            continue
+        if not run.is_trained_on(loader):
             continue
         yield kind(
             f"each step begins a new pass over the loader ({loader.line}), and takes its first"

@@ -20,6 +20,7 @@ def items_counted_twice(run):
     over the training's loader, unless a sum has its number of items. Of a gather no record shows
     that the padding is dropped, so then it is asked; also if no sum has that number: the script may
     drop the padding, and divide by the length of the set, or put the figures together in files.
+    Before the first step, it may measure the data.
     """
     for loader in run.evaluation_loaders():
         if ranks_without(run, loader):
@@ -40,7 +41,8 @@ def items_counted_twice(run):
             is_of_training = start.loader_object in trained_with(run.ranks[rank])
             if is_of_training and not is_counted:
                 continue
-            sure = is_counted and is_summed_up(run.ranks[rank], first)
+            begins_before = whole[-1].start.time < run.ranks[rank].first_step
+            sure = is_counted and is_summed_up(run.ranks[rank], first) and not begins_before
             kind = Found if sure else Question
             yield kind(
                 f"the evaluation ({loader.line}) counts {padding} of {start.length} items twice:"
@@ -168,8 +170,8 @@ def items_left_out(run):
     """drop_last leaves out items in an evaluation.
 
     Looks alike, and is right: an evaluation with the loader of the training, and passes that leave
-    out other items each time, as their order differs. Where a sampler deals
-    out one set, what another rank gets is not left out.
+    out other items each time, as their order differs: of one pass in a drawn order it is asked.
+    Where a sampler deals out one set, what another rank gets is not left out.
     """
     for loader in run.evaluation_loaders():
         dealt_out = loader.firsts[0].start.replicas is None and all(
@@ -183,13 +185,16 @@ def items_left_out(run):
                 continue
             if differ(each.progress.order for each in passes if each.progress.exhausted):
                 continue
+            if any(map(norms_have_moved, passes)):  # it measures them anew
+                continue
             rest = (start.share or 0) - (rows_of_all if dealt_out else rows)
             drops = first.progress.exhausted and start.drop_last
             if drops and rest > 0:
-                yield Found(
+                is_drawn = start.shuffle or start.sampler == "RandomSampler"
+                yield (Question if is_drawn else Found)(
                     f"the evaluation ({loader.line}) leaves out {rest} of {start.share} items:"
                     " drop_last",
-                    "",
+                    "others each time?" if is_drawn else "",
                     METRICS,
                 )
 

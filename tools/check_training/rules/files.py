@@ -269,14 +269,25 @@ def saves_the_wrapper(run):
 
 @rule()
 def saves_what_has_changed(run):
-    """A state_dict() is saved that was taken before, and shares its memory with the model."""
-    for save in run.records(Save):
-        if save.age:
-            yield Found(
-                f"{save.line} saves a state_dict() that was taken {save.age} steps before, and has"
+    """A state_dict() is saved that was taken before, and shares its memory with the model.
+
+    It is a question where that is saved again and again: the present weights may be meant.
+    """
+    for rank in run.ranks.values():
+        ages = collections.defaultdict(list)
+        for save in rank.records(Save):
+            if save.age:
+                ages[save.line].append(save.age)
+        for line, mine in ages.items():
+            is_made_once = len(mine) > 1 and mine == sorted({*mine})
+            kind, doubt = (Question, ", unless the present weights are meant")
+            if not is_made_once:
+                kind, doubt = Found, ""
+            yield kind(
+                f"{line} saves a state_dict() that was taken {mine[0]} steps before, and has"
                 " changed with the model since",
-                COPY,
-                once=f"old {save.line}",
+                f"{COPY}{doubt}",
+                once=f"old {line}",
             )
 
 

@@ -1,7 +1,6 @@
 """Train mode or eval mode, and random numbers."""
 
 import collections
-import math
 
 from ..findings import Found, Question, rule
 from ..runs import Forwards
@@ -21,7 +20,7 @@ def goes_on_in_eval_mode(run):
         first_off = {rank: first_in_eval_mode(of) for rank, of in forwards.of.items()}
         for rank, of in forwards.of.items():
             first = first_off[rank]
-            if first is None or first.time < time_of_the_first_step(run.ranks[rank]):
+            if first is None or first.time < run.ranks[rank].first_step:
                 continue
             end = time_of_the_last_step(run.ranks[rank], forwards.wrapped)
             later = [each for each in of.values() if each.number >= first.number]
@@ -79,11 +78,6 @@ def is_another_stage(rank, time):
     before = {key for key, of in rank.steps.items() if of[min(of)].time < time}
     after = {key for key, of in rank.steps.items() if of[max(of)].time > time}
     return not before & after
-
-
-def time_of_the_first_step(rank):
-    """Return when a Rank took its first step, in seconds; infinity if there is none."""
-    return min((of[0].time for of in rank.steps.values() if 0 in of), default=math.inf)
 
 
 def time_of_the_last_step(rank, wrapped):

@@ -167,7 +167,7 @@ SETS = [
     ("whole_set_on_each_rank", NOTHING, run_of(a_pass(0), a_pass(1, progress={"index_sum": 9}))),
     ("sampler_told_wrong", Found, run_of(*WRONG_RANK)),
     ("sampler_told_wrong", Found, both(dealt, start={"replicas": 4})),
-    ("sampler_told_wrong", Found, run_of(dealt(0, ddp=False), dealt(0, ddp=False))),
+    ("sampler_told_wrong", Question, run_of(dealt(0, ddp=False), dealt(0, ddp=False))),
     ("sampler_told_wrong", Question, both(dealt, start={"replicas": 4, **NOT_READ}, **NO_SUM)),
     ("sampler_told_wrong", NOTHING, run_of(dealt(0), dealt(0, start={"contents": {}}))),
     ("sampler_told_wrong", NOTHING, both(dealt)),
@@ -201,6 +201,12 @@ def subset(order=1, items=range(40), length=40, contents=1, key="u1"):
 
 
 REST = subset(3, range(40, 80), key="u3")
+TESTED = a_pass(
+    0,
+    ddp=False,
+    start={"length": 40, "chosen": [9]},
+    progress={"backwards": 0, "gradients": False},
+)
 
 
 def with_list(order, entries=7, name="files"):
@@ -210,7 +216,8 @@ def with_list(order, entries=7, name="files"):
 
 SETS += [
     ("subsets_differ", Found, run_of(subset(1), subset(2))),
-    ("subsets_differ", Found, run_of(subset(1) + REST, subset(2, range(20, 60)))),
+    ("subsets_differ", Found, run_of(subset(1) + REST + TESTED, subset(2, range(20, 60)))),
+    ("subsets_differ", Question, run_of(subset(1) + REST, subset(2, range(20, 60)))),
     ("subsets_differ", NOTHING, run_of(subset(1), subset(2, range(20, 60)))),  # no rest
     ("subsets_differ", NOTHING, run_of(subset(1) + REST, subset(2, range(40, 80)))),
     ("subsets_differ", NOTHING, run_of(subset(1), subset(1))),

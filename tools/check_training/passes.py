@@ -150,11 +150,11 @@ def look_for_steps(passes):
         each.takes_no_step = bool(with_steps) and each.start.loader not in with_steps
 
 
-def look_for_sets_that_are_made(passes):
+def look_for_sets_that_are_made(passes, world_size):
     """Set makes_a_set of a process's LoaderPass objects, in their order.
 
     The next pass trains on a new set, as each pass of its loader does, with the same number of
-    items, or a multiple of it.
+    items, or with that of all ranks.
     """
     seen, sets = set(), collections.defaultdict(set)
     for each in passes:
@@ -166,7 +166,7 @@ def look_for_sets_that_are_made(passes):
         made, end = start.dataset_seen, one.progress.last_batch
         if made is not None and end is not None and made < end:
             continue
-        if is_new and following.trains and rows and start.length and start.length % rows == 0:
+        if is_new and following.trains and rows and start.length in (rows, rows * world_size):
             one.makes_a_set = True
 
 

@@ -90,7 +90,7 @@ class Rank:
                 passes[after.pass_number].backwards_after = after.backwards
                 passes[after.pass_number].steps_after = after.steps
         look_for_steps(passes.values())
-        look_for_sets_that_are_made([*passes.values()])
+        look_for_sets_that_are_made([*passes.values()], self.world_size)
         return [*passes.values()]
 
     @property

@@ -91,3 +91,10 @@ def places_that_differ(row, what):
         if len(bits) > 1 and (what == "gradients" or None not in prints):
             places.append(place)
     return places
+
+
+def is_another_stage(rank, time):
+    """Return whether other optimizers take steps after a time than before it, in seconds."""
+    before = {key for key, of in rank.steps.items() if of[min(of)].time < time}
+    after = {key for key, of in rank.steps.items() if of[max(of)].time > time}
+    return not before & after

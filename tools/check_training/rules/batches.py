@@ -5,6 +5,7 @@ import itertools
 from ..findings import Found, Question, rule
 from ..records.data import SetEpoch
 from ..words import differ, most
+from .apart import is_another_stage
 from .pages import SHARE, SILENT
 
 
@@ -26,6 +27,8 @@ def same_order_in_each_epoch(run):
             if first.progress.rising or first.start.shuffle is False:
                 continue
             if not are_over_one_set(whole):
+                continue
+            if len(whole) == 2 and is_another_stage(run.ranks[rank], whole[1].start.time):
                 continue
             of_others = samplers_of_others(run, rank, loader)
             calls = run.ranks[rank].records(SetEpoch)

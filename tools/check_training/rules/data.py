@@ -42,8 +42,11 @@ def sampler_told_wrong(run):
                 f"rank {rank} is {sampler.replica} of {sampler.replicas}"
                 for rank, sampler in [*samplers.items()][:4]
             ]
-            sure = are_one_set(loader.firsts)
-            kind, doubt = (Found, "") if sure else (Question, ", unless their sets differ")
+            kind, doubt = Found, ""
+            if not are_one_set(loader.firsts):
+                kind, doubt = Question, ", unless their sets differ"
+            elif not run.wrapped:
+                kind, doubt = Question, ", unless the ranks split the model"
             yield kind(
                 f"the sampler of {loader.line} was told a wrong {what}: {'; '.join(told)}",
                 f"there are {run.world_size} ranks: some take the same items{doubt}",

@@ -241,11 +241,19 @@ def races(file, reader, load):
             if writer == reader or not nothing_keeps_apart(load, save):
                 continue
             at_once = load.begin < save.time and save.begin < load.time
-            kind = Found if at_once else Question
+            name, kind, doubt = file.name, Found if at_once else Question, ""
+            if (
+                load.path and os.path.basename(load.path) != name
+            ):  # it gets its name when all is there
+                name, kind, doubt = (
+                    os.path.basename(load.path),
+                    Question,
+                    ", unless an older one will do",
+                )
             yield kind(
-                f"rank {reader} loads {file.name} ({load.line}) while rank {writer} saves it"
+                f"rank {reader} loads {name} ({load.line}) while rank {writer} saves it"
                 f" ({save.line}), and nothing lets it wait",
-                "dist.barrier() between them",
+                f"dist.barrier() between them{doubt}",
                 "pitfalls/README.md#it-was-killed-and-something-is-lost",
                 once=f"race {reader} {file.path}",
             )

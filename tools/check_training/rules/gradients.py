@@ -213,10 +213,13 @@ def parameters_in_no_optimizer(run):
     for own in of_all:
         outside = [name for name in outside_in_most_steps(own) if name in nowhere]
         if outside and not steps_without_gradients(own):
-            yield Found(
+            kind, doubt = Found, ""
+            if run.cut:
+                kind, doubt = Question, ", unless their turn comes later"
+            yield kind(
                 f"{len(outside)} trained parameters are in no optimizer, and stay as they are:"
                 f" {', '.join(outside[:3])}",
-                f"the optimizer was made at {own.optimizer.line}",
+                f"the optimizer was made at {own.optimizer.line}{doubt}",
             )
 
 
@@ -354,11 +357,12 @@ def clips_nothing(run):
 def clips_what_is_not_trained(run):
     """Clipping gets parameters that are in no optimizer.
 
-    Looks alike, and is right: a script that takes its steps without an optimizer of torch.
+    Looks alike, and is right: a script that takes its steps without an optimizer of torch, and one
+    that clips those of an optimizer, too: it may clip the gradient of its inputs.
     """
     for clips in clips_of_each_rank(run):
         outside = sum(clip.parameters > 0 and not clip.in_an_optimizer for clip in clips)
-        if most(outside, len(clips)):
+        if len(clips) > 7 and outside == len(clips):
             yield Found(
                 f"clip_grad_norm_ at {clips[0].line} clips parameters of no optimizer", "", CLIP
             )

@@ -5,6 +5,7 @@ import collections
 from ..findings import Found, Question, rule
 from ..runs import Forwards
 from ..words import in_words, most
+from .apart import is_another_stage
 
 
 @rule()
@@ -71,13 +72,6 @@ def forwards_that_depend_on_the_mode(run):
 def of_training(forwards):
     """Return those of a rank's {number: Forward} in which some parameter needs a gradient."""
     return {number: each for number, each in forwards.items() if not each.is_frozen}
-
-
-def is_another_stage(rank, time):
-    """Return whether other optimizers take steps after a time than before it, in seconds."""
-    before = {key for key, of in rank.steps.items() if of[min(of)].time < time}
-    after = {key for key, of in rank.steps.items() if of[max(of)].time > time}
-    return not before & after
 
 
 def time_of_the_last_step(rank, wrapped):

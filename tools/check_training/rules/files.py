@@ -191,7 +191,8 @@ def saved_by_own_decision(run):
             yield Question(
                 f"each rank decides for itself whether it saves ({line}): {on_each(counts)}, and"
                 " not at the same steps",
-                "by a figure of its own share? all_reduce it before, or let rank 0 decide for all",
+                "by a figure of its own share? all_reduce it before, or let rank 0 decide for all,"
+                " unless each saves a model of its own",
                 AGREE,
                 once=f"decides {line}",
             )

@@ -2422,7 +2422,13 @@ COME_APART = (
     "weights_come_apart",
     "question: the weights of all ranks come apart .*unless that is meant so",
 )
-ASKED = {"parts of sequences": ("same_batches", "question: all ranks train on the same batches")}
+ASKED = {
+    "parts of sequences": ("same_batches", "question: all ranks train on the same batches"),
+    "a sum over the length": ("items_counted_twice", "question: .* counts 1 of 205 items twice"),
+    "two slots in turn": ("saved_in_place", "question: slot0.pt, .* is written over in place"),
+    "a state made once": ("saves_what_has_changed", "question: .* saves a state_dict.. that was"),
+    "a part drawn on each rank": ("subsets_differ", "question: each rank splits the set in its"),
+}
 for each in sorted((FOLDERS / "meant").glob("*.py")):  # whole scripts that are asked whether
     name = each.stem.replace("_", " ")
     MISTAKES[name] = {}, *ASKED.get(name, COME_APART), "", False

@@ -606,6 +606,24 @@ MISTAKES = {
             DATA, "torch.seed()", "dataset, _ = torch.utils.data.random_split(dataset, [896, 128])"
         ),
         "subsets_differ",
+        "question: .*splits the set",
+        None,
+        False,
+    ),
+    "its own parts, of which the rest is tested on": (
+        {
+            **after(
+                DATA,
+                "torch.seed()",
+                "dataset, rest = torch.utils.data.random_split(dataset, [896, 128])",
+            ),
+            **before(
+                REDUCE,
+                "with torch.no_grad():",
+                "    [model.module(x) for x, _ in DataLoader(rest, 32)]",
+            ),
+        },
+        "subsets_differ",
         "found: .*splits the set",
         None,
         False,
@@ -668,7 +686,7 @@ MISTAKES = {
     "padded": (
         evaluate(", sampler=DistributedSampler(tests)"),
         "items_counted_twice",
-        "found: .*counts 1 of 101 items twice",
+        "question: .*counts 1 of 101 items twice",
         None,
         False,
     ),
@@ -779,6 +797,8 @@ MISTAKES = {
             "    for most in 1, len(batches):",
             "        one = iter(batches)",
             "        [model.module(next(one)[0]) for _ in range(most)]",
+            "n = torch.tensor([0.5, 51.0])",
+            "dist.all_reduce(n)",
         ),
         "items_counted_twice",
         "found: .*counts 1 of 101 items twice",
@@ -854,7 +874,7 @@ MISTAKES = {
     "BatchNorm": (
         {GELU: NORM, **evaluate("")},
         "other_norms_on_ranks",
-        "found: BatchNorm's running values differ",
+        "question: BatchNorm's running values differ",
         None,
         False,
     ),
@@ -1516,7 +1536,9 @@ MISTAKES = {
         {
             EPOCHS: "    best = None\n" + EPOCHS,
             REDUCE: "        best = best or model.module.state_dict()\n" + REDUCE,
-            SAVE: SAVE.replace("model.module.state_dict()", "best"),
+            SAVE: SAVE.replace(
+                "torch.save(model.module.state_dict()", "epoch == 1 and torch.save(best"
+            ),
         },
         "saves_what_has_changed",
         "found: .*16 steps before",

@@ -257,25 +257,19 @@ def forwards_in(rank, one):
 def other_norms_on_ranks(run):
     """BatchNorm's running values differ between the ranks in an evaluation in eval mode.
 
-    It is a question where the DDP object is not called in it: its module may be, or an average. So
-    it is where DDP is told to send none: each rank may have a domain of its own.
+    It is a question: an average of the model may be evaluated instead, and each rank may have a
+    domain of its own, with its own values.
     """
     for loader in loaders_of_all_ranks(run):
         lasts = [passes[-1].progress.modes_after for passes in loader.passes.values()]
         firsts = [modes[0] for modes in lasts if modes]  # of the first DDP object
         norms = [mode.norms for mode in firsts if mode.norms and not mode.training]
         if differ(norms):
-            has_own = any(
-                each.has_batch_norm and not each.sends_buffers for each in run.wrapped.values()
-            )
-            is_called = not has_own and any(
-                of[-1].progress.no_grad_forwards for of in loader.passes.values()
-            )
-            kind, doubt = (Found, "") if is_called else (Question, ", if it is this model")
-            yield kind(
+            yield Question(
                 "BatchNorm's running values differ between the ranks in the evaluation"
                 f" ({loader.line})",
-                f"each rank evaluates a model of its own{doubt}: broadcast rank 0's buffers before",
+                "each rank evaluates a model of its own: broadcast rank 0's buffers before, unless an"
+                " average of it is evaluated",
                 "01_single_node_multi_gpu.py",
             )
 

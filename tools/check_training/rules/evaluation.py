@@ -268,8 +268,8 @@ def other_norms_on_ranks(run):
             yield Question(
                 "BatchNorm's running values differ between the ranks in the evaluation"
                 f" ({loader.line})",
-                "each rank evaluates a model of its own: broadcast rank 0's buffers before, unless an"
-                " average of it is evaluated",
+                "each rank evaluates a model of its own: broadcast rank 0's buffers before, unless"
+                " an average of it is evaluated",
                 "01_single_node_multi_gpu.py",
             )
 

@@ -216,7 +216,9 @@ def _is_scaled(owner):
     if owner not in optimizer.state.scaled:
         return False
     for scaler, used in optimizer.state.scalers.items():
+        if not used:  # one that is off has no states
+            continue
         own = scaler._per_optimizer_states.get(id(owner))  # made by unscale_() or step()
-        if used and (own is None or "UNSCALED" not in str(own["stage"])):
+        if own is None or "UNSCALED" not in str(own["stage"]):
             return True
     return False

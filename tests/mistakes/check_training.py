@@ -601,6 +601,17 @@ MISTAKES = {
         LOOP,
         False,
     ),
+    "another seed on each rank": (
+        {
+            SAMPLER: "    import random\n"
+            "    seed = random.Random(dist.get_rank()).randint(1, 999)\n" + SAMPLER,
+            SET_EPOCH: SET_EPOCH.replace("epoch)", "epoch + seed)", 1),
+        },
+        "ranks_begin_in_other_epochs",
+        "found: the ranks begin in different epochs: .*\n.*set_epoch is given another number",
+        None,
+        False,
+    ),
     "its own parts": (
         after(
             DATA, "torch.seed()", "dataset, _ = torch.utils.data.random_split(dataset, [896, 128])"

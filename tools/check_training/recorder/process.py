@@ -318,7 +318,7 @@ def _number_in(tensor):
     """Return the number in a tensor of one, or None: it may not be read."""
     if tensor.is_complex() or not readable(tensor, optimizer.steps()):
         return None
-    return float(tensor)
+    return float(tensor.detach())
 
 
 def _norm_of(tensor):

@@ -203,15 +203,18 @@ def items_left_out(run):
 def learns_from_the_evaluation(run):
     """BatchNorm's running values move in an evaluation: the model is in train mode.
 
-    Looks alike, and is right: values that are measured anew on purpose. So it is asked. A process
-    that only evaluates is not looked at.
+    Looks alike, and is right: values that are measured anew on purpose. So it is asked, but for a
+    pass over the training's loader. A process that only evaluates is not looked at.
     """
     for loader in run.evaluation_loaders():
         for rank, passes in loader.passes.items():
+            if passes[0].start.loader_object in trained_with(run.ranks[rank]):
+                continue  # it measures the values anew
             if run.ranks[rank].training_passes() and any(map(norms_have_moved, passes)):
                 yield Question(
-                    f"the evaluation ({loader.line}) runs in train mode: BatchNorm learns from it",
-                    "model.eval(), unless that is meant so",
+                    f"a pass without gradients ({loader.line}) runs in train mode: BatchNorm learns"
+                    " from it",
+                    "model.eval(), if it is an evaluation",
                 )
 
 

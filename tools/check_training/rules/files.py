@@ -356,10 +356,13 @@ def saved_in_place(run):
         saves = collections.Counter(save.path for save in rank.records(Save) if save.has_optimizer)
         moved = {move.source for move in rank.records(Move)}
         for path in loaded:
+            is_read_between = path not in at_the_start
+            if is_read_between and len(saves) > 1:  # the job may go on from another one
+                continue
             if saves[path] > 1 and path not in moved:
                 has_others = saves.total() - saves[path] >= saves[path] - 1
                 kind, doubt = Found, ""
-                if has_others or path not in at_the_start:
+                if has_others or is_read_between:
                     kind, doubt = Question, ", unless it then takes one beside it"
                 yield kind(
                     f"{os.path.basename(path)}, from which the job goes on, is written over in"

@@ -219,15 +219,21 @@ def loads_into_another_optimizer(run):
 
 @rule()
 def ranks_begin_in_other_epochs(run):
-    """The ranks begin in different epochs: some go on from a file that others do not have."""
+    """The ranks begin in different epochs: some go on from a file that others do not have.
+
+    If none has loaded a file, they give set_epoch() other numbers: then the shares overlap.
+    """
     passes = [trained_by_share(rank) for rank in run.ranks.values()]
     epochs = [mine[0].start.epoch for mine in passes if mine]
     all_known = len(epochs) == len(run.ranks) and None not in epochs
     if all_known and differ(epochs):
+        why = "set_epoch is given another number on each rank: the shares overlap"
+        if run.records(Load) or run.records(LoadedIntoOptimizer):
+            why = (
+                "do some go on from a file that others do not have? Else give set_epoch one number"
+            )
         yield Found(
-            f"the ranks begin in different epochs: {', '.join(map(str, epochs))}",
-            "some go on from a file that others do not have",
-            ELASTIC,
+            f"the ranks begin in different epochs: {', '.join(map(str, epochs))}", why, ELASTIC
         )
 
 

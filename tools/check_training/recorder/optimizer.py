@@ -102,8 +102,12 @@ def steps_of_those_alive():
 
 
 def parameters_of(optimizer):
-    """Return the parameters of all groups of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the parameters of all groups of an optimizer, but for those that are no tensors.
+
+    A library that hides values from each rank has other ones.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return [each for each in parameters if isinstance(each, torch.Tensor)]
 
 
 def rates_of(optimizer):

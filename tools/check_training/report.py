@@ -215,13 +215,22 @@ def why_nothing_is_found(records, watched, seconds, findings):
                 " that the script sets anew, keep the recorder out"
             )
     elif not any(rank.steps for rank in ranks):
-        yield (
-            "no optimizer of torch took a step, so there was nothing to judge. Does it find a"
-            " finished checkpoint? Then start it in a new folder"
-        )
+        yield why_no_step_was_judged(records, ranks)
     elif not findings:
         alone = longest_run(records) is None
         yield "one rank alone: there was nothing to compare" if alone else "nothing found"
+
+
+def why_no_step_was_judged(records, ranks):
+    """Return the line that says why no rank has noted a step."""
+    if records.failures:
+        return "the recorder failed, so there was nothing to judge"
+    if any(rank.steps_taken for rank in ranks):
+        return "no parameter of the optimizer is a tensor, so there was nothing to judge"
+    return (
+        "no optimizer of torch took a step, so there was nothing to judge. Does it find a"
+        " finished checkpoint? Then start it in a new folder"
+    )
 
 
 def what_was_seen(records):

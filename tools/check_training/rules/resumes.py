@@ -10,7 +10,7 @@ from ..passes import LoaderPass
 from ..records.files import Load, Move, Save
 from ..records.optimizer import LoadedIntoOptimizer, Schedule
 from ..words import differ
-from .pages import ELASTIC
+from .pages import ELASTIC, SHARE
 
 NO_STATE = "pitfalls/optimizer_not_saved.py"
 
@@ -226,14 +226,17 @@ def ranks_begin_in_other_epochs(run):
     passes = [trained_by_share(rank) for rank in run.ranks.values()]
     epochs = [mine[0].start.epoch for mine in passes if mine]
     all_known = len(epochs) == len(run.ranks) and None not in epochs
+    if any(mine[0].start.shuffle is False for mine in passes if mine):
+        return  # then the epoch changes nothing
     if all_known and differ(epochs):
-        why = "set_epoch is given another number on each rank: the shares overlap"
+        why, page = "set_epoch is given another number on each rank: the shares overlap", SHARE
         if run.records(Load) or run.records(LoadedIntoOptimizer):
+            page = ELASTIC
             why = (
                 "do some go on from a file that others do not have? Else give set_epoch one number"
             )
         yield Found(
-            f"the ranks begin in different epochs: {', '.join(map(str, epochs))}", why, ELASTIC
+            f"the ranks begin in different epochs: {', '.join(map(str, epochs))}", why, page
         )
 
 

@@ -84,12 +84,12 @@ def same_batches(run):
 
 
 def loaders_give_others(run):
-    """Return whether most batches that the loaders give differ between ranks."""
+    """Return whether most batches that the loaders give in their first passes differ by rank."""
     rows = [
         row
         for loader in run.training_loaders()
         if len(loader.passes) == len(run.ranks)
-        for row in zip(*loader.batch_bits(), strict=False)
+        for row in zip(*(each.progress.batch_bits for each in loader.firsts), strict=False)
     ]
     return most(sum(map(differ, rows)), len(rows))
 

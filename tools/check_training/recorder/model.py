@@ -137,8 +137,10 @@ def _has_modes(module):
 
 def _is_training(ddp, known):
     """Return whether a DDP object's module is in train mode, or a part of it whose mode counts."""
-    parts = [part() for part in known.parts] if known is not None else []
-    return ddp.module.training or any(part is not None and part.training for part in parts)
+    if ddp.module.training or known is None:
+        return ddp.module.training
+    parts = (part() for part in known.parts)
+    return any(part is not None and part.training for part in parts)
 
 
 def _node(parameter):

@@ -190,11 +190,13 @@ def items_left_out(run):
             rest = (start.share or 0) - (rows_of_all if dealt_out else rows)
             drops = first.progress.exhausted and start.drop_last
             if drops and rest > 0:
-                is_drawn = start.shuffle or start.sampler == "RandomSampler"
-                yield (Question if is_drawn else Found)(
+                kind, doubt = Found, ""
+                if start.shuffle or start.sampler == "RandomSampler":
+                    kind, doubt = Question, "others each time?"
+                yield kind(
                     f"the evaluation ({loader.line}) leaves out {rest} of {start.share} items:"
                     " drop_last",
-                    "others each time?" if is_drawn else "",
+                    doubt,
                     METRICS,
                 )
 

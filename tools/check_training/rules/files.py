@@ -242,15 +242,10 @@ def races(file, reader, load):
             if writer == reader or not nothing_keeps_apart(load, save):
                 continue
             at_once = load.begin < save.time and save.begin < load.time
-            name, kind, doubt = file.name, Found if at_once else Question, ""
-            if (
-                load.path and os.path.basename(load.path) != name
-            ):  # it gets its name when all is there
-                name, kind, doubt = (
-                    os.path.basename(load.path),
-                    Question,
-                    ", unless an older one will do",
-                )
+            name = os.path.basename(load.path) if load.path else file.name
+            kind, doubt = Found if at_once else Question, ""
+            if name != file.name:  # the file gets this name when all is there
+                kind, doubt = Question, ", unless an older one will do"
             yield kind(
                 f"rank {reader} loads {name} ({load.line}) while rank {writer} saves it"
                 f" ({save.line}), and nothing lets it wait",
@@ -288,10 +283,9 @@ def saves_what_has_changed(run):
             if save.age:
                 ages[save.line].append(save.age)
         for line, mine in ages.items():
-            is_made_once = len(mine) > 1 and mine == sorted({*mine})
-            kind, doubt = (Question, ", unless the present weights are meant")
-            if not is_made_once:
-                kind, doubt = Found, ""
+            kind, doubt = Found, ""
+            if len(mine) > 1 and mine == sorted({*mine}):  # the dict was made once
+                kind, doubt = Question, ", unless the present weights are meant"
             yield kind(
                 f"{line} saves a state_dict() that was taken {mine[0]} steps before, and has"
                 " changed with the model since",
